@@ -250,7 +250,7 @@ class _RecurrentAgent(TorchAgent):
         is_first = ~self._has_stepped[columns]
         recorded[~is_first] = 0
         self._has_stepped[columns] = not self.in_turns  # the recorder clears those that are no first steps
-        # A state that was recorded may be zero too, so the zeros alone do not say where there is none.
+        # A recorded state may be all zeros too, so zeros do not say where none was recorded.
         return {"prev_rnn_state": recorded, "has_rnn_state": is_first}
 
 

@@ -290,7 +290,7 @@ class TorchAgent(Agent):
         if self._device is not None:
             try:
                 self.model.to(self._device)
-            except (AssertionError, RuntimeError) as error:  # there is none, or no memory is left there
+            except (AssertionError, RuntimeError) as error:  # there is no such device, or it has no memory left
                 raise ConfigError(f'the model cannot be moved to device="{self._device}": {error}') from error
 
     def _build_model(self) -> nn.Module:

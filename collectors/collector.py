@@ -99,7 +99,7 @@ class Collector(MadeByWorker):
         self._actions = tuple(recorder.prev_action for recorder in self.recorders)
         self._keeps_infos = any(recorder.keeps_infos for recorder in self.recorders)
         self.game_tracker = parts.game_tracker
-        # What acts and records: the only recorder, or those of several agents as one.
+        # What acts and records: the only recorder, or the group of several agents' recorders.
         self._recorder: Recorder | RecorderGroup = self.recorders[0]
         if parts.group_cls is not None and parts.game_tracker is not None:
             self._recorder = parts.group_cls(self.recorders, parts.game_tracker, parts.columns, parts.progress)

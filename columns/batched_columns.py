@@ -418,7 +418,7 @@ class BatchedColumns(PolicyColumns, Columns):
 
 
 def _without(some: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Those of `some`, ascending, that are not in `others`."""
+    """`some` without `others`, ascending."""
     return sorted(set(some).difference(others))
 
 

@@ -76,10 +76,10 @@ class EnvBuilder:
                 "several agents in the main process: it must return the same kind everywhere"
             )
         for agent in {**env.spaces, **spaces}:
-            its_spaces, of_example = env.spaces.get(agent, "none"), spaces.get(agent, "none")
-            if its_spaces != of_example:
+            built, of_example = env.spaces.get(agent, "none"), spaces.get(agent, "none")
+            if built != of_example:
                 raise SpaceError(
-                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {its_spaces}, but in the example "
+                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {built}, but in the example "
                     f"environment of the main process it has {of_example}: possible_agents and their spaces must be "
                     "the same"
                 )

@@ -33,8 +33,8 @@ class EpisodeLogWriter:
         self._cells = [(p, columns) for p, columns in enumerate(cells) if columns]
         self._recorder_of = {p: (i, columns.start) for i, (p, columns) in enumerate(self._cells)}
         self._t = progress.words[T : T + 1]
-        arrays, own_envs = log.memory.arrays, slice(envs.start, envs.stop)
-        self._words, self._begun = arrays.words[own_envs], arrays.begun[:, :, own_envs]
+        arrays, rows = log.memory.arrays, slice(envs.start, envs.stop)
+        self._words, self._begun = arrays.words[rows], arrays.begun[:, :, rows]
         self._words[:, EPISODE], self._words[:, GENERATION] = -1, streams.generation
         self._go_to(log.n_before)
         self._options: list[dict[str, Any] | None] = [None] * len(envs)  # of the reset that began the running episode

@@ -124,12 +124,12 @@ def load_folders(
     about: dict[str, Any] = {}
     by_key: dict[_Key, EpisodeResult] = {}
     for folder in [Path(name).absolute() for name in folders]:
-        its_about = _read_about(folder)
-        if its_about is None:
+        newer = _read_about(folder)
+        if newer is None:
             raise ConfigError(f"{folder} has no {_ABOUT}: it is not a folder that evaluate has written")
         if about:
-            _require_same(folder, its_about, about)
-        about = _joined(about, its_about) if about else its_about
+            _require_same(folder, newer, about)
+        about = _joined(about, newer) if about else newer
         _add(by_key, folder)
     names, policies = list(about["tasks"]), list(about["policies"])
     ordered = sorted(by_key.values(), key=lambda r: (policies.index(r.policy), names.index(r.task), r.episode))

@@ -269,11 +269,11 @@ class EvaluationLoop:
         else:
             names = np.array([self._columns[c].policy for c in ids[rows].tolist()])
             groups = {name: rows[names == name] for name in dict.fromkeys(names.tolist())}
-        for name, its_rows in groups.items():
-            if len(its_rows):
-                columns = ids[its_rows]
-                self._players[name].last_reward[columns] = reward[its_rows]
-                self._waiting[name].append((columns, its_rows, observation, time.monotonic()))
+        for name, group in groups.items():
+            if len(group):
+                columns = ids[group]
+                self._players[name].last_reward[columns] = reward[group]
+                self._waiting[name].append((columns, group, observation, time.monotonic()))
 
     def _act(self, *, is_idle: bool) -> _Ids:
         """Let each policy act for the columns that wait for it, if these are enough, or no other step runs. For which

@@ -252,7 +252,7 @@ def seat(arguments: InitArguments, environments: Environments) -> SeatingPlan:
         _refuse_with_seats(arguments, arguments.seats.seating)
         return arguments.seats
     if isinstance(first, Example):
-        return SeatingPlan(Seating.of_single(*config.own_envs, env_range), [first])
+        return SeatingPlan(Seating.of_single(*config.env_counts, env_range), [first])
     sides = (environments.train, env_range.first_env_rank), (environments.evaluation, env_range.first_eval_env_rank)
     seating, seats = find_seating(sides, arguments.agents, arguments.policy_of, (environments.train[0], first))
     _refuse_with_seats(arguments, seating)

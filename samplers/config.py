@@ -34,7 +34,7 @@ class SamplerState(enum.Enum):
     READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
     SAMPLING = "wait_samples, which returns the batch that has been started"
     RUNNING = "obtain_samples, poll_samples, evaluate_agent, a call on the environments, hold, or pause"
-    STREAMING = "the next piece of stream, or the end of its loop"
+    YIELDING = "the next piece, or the end of the loop over pieces"
     PAUSED = "resume, evaluate_agent, or a call on the environments"
     BROKEN = "shutdown"
     CLOSED = "none"
@@ -249,7 +249,7 @@ class SamplerConfig(PoolArguments):
         self._check_renewal()
 
     @property
-    def own_envs(self) -> tuple[int, int]:
+    def env_counts(self) -> tuple[int, int]:
         """How many training and evaluation environments there are."""
         return self.batch_B, self.eval_n_envs
 
@@ -381,17 +381,17 @@ def show_arguments(cls: Any, base: Any) -> None:
         raises = doc[doc.find("\n\nRaises ") :] if cls is base else ""
         cls.__doc__ = f"{doc.removesuffix(raises)}\n\n{title}:\n{table}{raises}"
     shown = signature(cls.__init__)
-    *own_parameters, last = shown.parameters.values()
+    *parameters, last = shown.parameters.values()
     if last.annotation == "Unpack[SamplerOptions]":
         for field in sorted(fields(SamplerConfig), key=lambda field: field.name in PoolKeywords.__annotations__):
             if field.name not in shown.parameters:
                 default = cls._defaults.get(field.name, last.empty if field.default is MISSING else field.default)
                 note = SamplerOptions.__annotations__[field.name].__forward_arg__
                 annotation = note.removeprefix("Required[").removesuffix("]") if note.startswith("Req") else note
-                own_parameters.append(
+                parameters.append(
                     inspect.Parameter(field.name, last.KEYWORD_ONLY, default=default, annotation=annotation)
                 )
-        shown = shown.replace(parameters=own_parameters)
+        shown = shown.replace(parameters=parameters)
         cls.__init__.__signature__ = shown
     _, *others = shown.parameters.values()
     cls.__signature__ = shown.replace(parameters=others)

@@ -88,7 +88,7 @@ class SamplerMetrics:
             figures["server/envs_per_step"] = served / n_steps if n_steps else math.nan
         for group, infos, most in (("train", self.training, _NEWEST), ("eval", self.evaluation, sys.maxsize)):
             if infos is not None:
-                # With several agents, those of a policy and whole games are told apart.
+                # With several agents, whole games and the trajectories of each policy are separate groups.
                 games = [info for info in infos if info.agent_id is None] if self._policies else infos
                 figures.update(self._summary(group, games, most))
                 for name in self._policies:

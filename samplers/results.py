@@ -1,4 +1,4 @@
-"""What the workers have sent: trajectory infos, those of evaluations too."""
+"""What the workers have sent: trajectory infos, also of evaluations."""
 
 from __future__ import annotations
 

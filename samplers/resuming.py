@@ -491,12 +491,12 @@ def _load_server_agent(
     """Continue the columns of the inference server's agent; those in `refused` start again, with `streams`. `cells` are
     the columns of each environment."""
     agent.select(None)
-    lost = [b for its_cells, rank in zip(cells, columns, strict=True) if rank in refused for b in its_cells]
+    lost = [b for env_cells, rank in zip(cells, columns, strict=True) if rank in refused for b in env_cells]
     if lost:
         restart_agent(agent, lost, streams)
-    for its_cells, (rank, saved) in zip(cells, columns.items(), strict=True):
+    for env_cells, (rank, saved) in zip(cells, columns.items(), strict=True):
         if rank not in refused:
-            for b, state in zip(its_cells, pickle.loads(saved["server"]), strict=True):
+            for b, state in zip(env_cells, pickle.loads(saved["server"]), strict=True):
                 agent.load_column_state(b, state)
 
 

@@ -73,8 +73,8 @@ class Sampler(ABC):
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
         #: The seed in use; useful where none was given.
         self.seed: int | None = None
-        #: In a sampler that replaces a lost one: how often the environments have been built again. Whoever makes it
-        #: sets this before `initialize`.
+        #: In a sampler that replaces a lost one: how often the environments have been built again. It is set
+        #: before `initialize`.
         self.generation = 0
         # In the sampler of a shard: who sits where in its environments, as the driver says. The driver also makes the
         # trajectory infos.
@@ -143,7 +143,7 @@ class Sampler(ABC):
 
         with GuardedCall(self._guard, "initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
-            env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self.generation)
+            env_range = EnvRange.of(self.config.env_counts, rank, world_size, given, self.generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):

@@ -107,11 +107,11 @@ def make_plans(
             env_ranks=range(first + columns.start, first + columns.stop),
             eval_columns=eval_columns,
             eval_env_ranks=range(first_eval + eval_columns.start, first_eval + eval_columns.stop),
-            cpus=own_cpus,
+            cpus=worker_cpus,
             torch_threads=torch_threads,
             generation=env_range.generation,
         )
-        for worker_rank, (columns, eval_columns, own_cpus) in enumerate(zip(train, evals, cpus, strict=True))
+        for worker_rank, (columns, eval_columns, worker_cpus) in enumerate(zip(train, evals, cpus, strict=True))
     )
 
 

@@ -111,25 +111,22 @@ class SamplerProgram:
         plan, seating, is_eval = self._plan, self.seating, purpose is Purpose.EVAL
         streams = env_streams(plan, self.seed, evaluation=is_eval)
         cells = plan.eval_cells if is_eval else plan.cells
-        policy_streams = {
-            p: column_streams(seating, plan, self.seed, p, evaluation=is_eval)
-            for p, its_cells in enumerate(cells)
-            if its_cells
-        }
-        columns = self._build_columns(factories, streams, policy_streams, purpose)
+        played = [p for p, policy_cells in enumerate(cells) if policy_cells]
+        by_policy = {p: column_streams(seating, plan, self.seed, p, evaluation=is_eval) for p in played}
+        columns = self._build_columns(factories, streams, by_policy, purpose)
         columns.when_replaced = self._builder.replace
         policies = [
             PolicyParts(
                 columns=policy,
-                agent=self._build_agent(p, its_streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
-                tracker=self._build_tracker(keys_of(seating, its_streams)),
+                agent=self._build_agent(p, policy_streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
+                tracker=self._build_tracker(keys_of(seating, policy_streams)),
                 slots=self._slots_of(p, cells[p], is_eval=is_eval),
                 progress=policy.progress,
-                streams=its_streams,
+                streams=policy_streams,
                 who=p + 1 if len(seating.policies) > 1 else 0,
                 policy=seating.policies[p],
             )
-            for policy, (p, its_streams) in zip(columns.policies, policy_streams.items(), strict=True)
+            for policy, (p, policy_streams) in zip(columns.policies, by_policy.items(), strict=True)
         ]
         parts = CollectorParts(columns, policies, columns.progress, streams, self.config.max_decorrelation_steps)
         if is_eval:
@@ -189,7 +186,7 @@ class SamplerProgram:
         if not self.seating.has_games:
             return [partial(self._builder.build, factory) for factory in factories]
         plan, is_eval = self._plan, purpose is Purpose.EVAL
-        side, own_envs = (self.seating.evaluation, plan.eval_columns) if is_eval else (self.seating.train, plan.columns)
+        side, columns = (self.seating.evaluation, plan.eval_columns) if is_eval else (self.seating.train, plan.columns)
         spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
         return [
             partial(
@@ -197,7 +194,7 @@ class SamplerProgram:
                 factory,
                 {agent: spaces[p] for agent, p in zip(side.agents[b], side.policy[b], strict=True)},
             )
-            for b, factory in zip(own_envs, factories, strict=True)
+            for b, factory in zip(columns, factories, strict=True)
         ]
 
     def _seats(

@@ -84,7 +84,7 @@ class Seating:
             # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
             n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else n_games),
             n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * n_eval_games,
-            n_more_records=n_games + n_empty,  # n_games: those that were lost with the worker before
+            n_more_records=n_games + n_empty,  # n_games: those that were lost with the worker before this one
             policies=() if self.is_shared else self.policies,
         )
 
@@ -180,8 +180,8 @@ def find_seating(
     if evaluation.agents and chooser.is_dynamic and evaluation.most != train.most:
         raise ConfigError("with policy_of for each game, evaluation environments need as many agents as the others")
     width = 1 + max(train.most, evaluation.most) * (len(policies) if chooser.is_dynamic else 1)
-    own_chooser = chooser if chooser.is_dynamic else None
-    seating = Seating(policies, is_shared, train, evaluation, True, in_turns, own_chooser, width)
+    dynamic = chooser if chooser.is_dynamic else None
+    seating = Seating(policies, is_shared, train, evaluation, True, in_turns, dynamic, width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
 
 

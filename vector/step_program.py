@@ -91,8 +91,8 @@ class VectorProgram:
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(counters.requested), memoryview(counters.replied)
         self._info_seq, self._seeds = memoryview(counters.info_seq), memoryview(counters.seed)
-        # If this worker replaces another: the environments that were not reset since, and those of them whose episodes
-        # were not cut yet.
+        # If this worker replaces another: the environments that were not reset since then, and among them those whose
+        # episodes were not cut yet.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
         self._uncut = set(self._unseeded)
         self._bind(rows)
