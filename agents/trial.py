@@ -13,7 +13,7 @@ from penstock.agents.joint import JointSeats
 from penstock.agents.outputs import agent_info_example, write_action
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.samples import SampleSpec
+from penstock.buffers.slots import SampleSpec
 from penstock.envs.examples import observation_example
 from penstock.envs.rows import arrays_like, write_row
 from penstock.envs.seeding import ColumnStreams, Purpose

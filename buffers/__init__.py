@@ -2,16 +2,9 @@
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.object_pipe import ObjectPipe, TrajectoryRecords
-from penstock.buffers.samples import (
-    AgentSamples,
-    BatchColumns,
-    EnvSamples,
-    PolicySamples,
-    Samples,
-    SamplesBuffer,
-    SampleSpec,
-)
+from penstock.buffers.samples import AgentSamples, EnvSamples, PolicySamples, Samples
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.buffers.slots import BatchColumns, SamplesBuffer, SampleSpec
 
 __all__ = [
     "AgentSamples",

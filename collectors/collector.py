@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.agents.agent import Agent
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.samples import BatchColumns
+from penstock.buffers.slots import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.agents.agent import Agent
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import put_cell
-from penstock.buffers.samples import BatchColumns
+from penstock.buffers.slots import BatchColumns
 from penstock.columns.interface import BatchedEnds, PolicyColumns
 from penstock.envs.rows import arrays_like
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.samples import BatchColumns
+from penstock.buffers.slots import BatchColumns
 from penstock.collectors.collector import Collector, CollectorParts
 from penstock.columns.interface import Events, Start
 from penstock.envs.seeding import Purpose, eval_seed

@@ -15,7 +15,7 @@ from penstock.agents.outputs import NO_AGENT_INFO, AgentInfoWriter, ErrorText, w
 from penstock.agents.random import draw
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell, put_row
-from penstock.buffers.samples import BatchColumns, FirstRow
+from penstock.buffers.slots import BatchColumns, FirstRow
 from penstock.buffers.tree import map_tree
 from penstock.collectors.end_writer import EndWriter
 from penstock.collectors.tracking import Tracker

@@ -5,22 +5,29 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import pickle
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.buffers import pickling
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
 from penstock.errors import ConfigError
-from penstock.workers.child import ChildProcess
+from penstock.workers.failures import describe_exit
+from penstock.workers.handle import StackFile, status_of
+from penstock.workers.launcher import start_beside
 
 if TYPE_CHECKING:
     from penstock.distributed.keys import Connection
 
 _log = logging.getLogger("penstock")
+
+_REAP_SECONDS = 5.0  # until a killed process has ended
 
 
 class LaunchedThread:
@@ -57,7 +64,7 @@ class LaunchedThread:
         return "its thread has ended" if frame is None else "".join(traceback.format_stack(frame))
 
 
-class LaunchedProcess(ChildProcess):
+class LaunchedProcess:
     """A worker in another process. It ends with this process, which is the panel's unless `has_joined`. Nothing
     reserves `resources` for it."""
 
@@ -70,10 +77,52 @@ class LaunchedProcess(ChildProcess):
         *,
         has_joined: bool = False,
     ) -> None:
-        super().__init__(partial(_run_worker, make, connection, name, ends_with_panel=not has_joined))
+        self._stacks, self._lock = StackFile(), threading.RLock()
+        self._ending: str | None = None
+        work = pickling.dumps(partial(run_worker, make, connection, name, ends_with_panel=not has_joined))
+        self._process = start_beside(f"worker {name}", _unpickled, work, self._stacks)
+        self.pid = self._process.pid
+
+    def ending(self) -> str | None:
+        """How it has ended, or None while it runs. Then nothing of its process group is left."""
+        with self._lock:
+            if self._ending is None and (code := self._process.join(0)) is not None:
+                self._ending = describe_exit(code)
+                self._process.close()
+                self._stacks.file.close()
+            return self._ending
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has ended. Returns whether it has."""
+        deadline = time.monotonic() + timeout
+        while self.ending() is None and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, 0.01))  # other threads may ask meanwhile
+        return self.ending() is not None
+
+    def kill(self) -> None:
+        """Kill its process group."""
+        self._process.kill()
+        self.wait(_REAP_SECONDS)
+
+    def stacks(self) -> str:
+        """The stacks of its threads, which its interpreter writes also while C code holds the lock."""
+        with self._lock:
+            if self.ending() is not None:
+                return "its process has ended"
+            if status_of(self.pid) == "stopped":
+                return "its process was stopped by a signal"
+            self._stacks.clear()
+            return self._stacks.ask(self.pid)
 
 
-def _run_worker(make: Callable[[], Worker], connection: Connection, name: str, *, ends_with_panel: bool) -> int:
+def _unpickled(work: bytes, stacks: StackFile) -> int:
+    """In the process of a worker."""
+    stacks.install()
+    return pickle.loads(work)()  # type: ignore[no-any-return]
+
+
+def run_worker(make: Callable[[], Worker], connection: Connection, name: str, *, ends_with_panel: bool) -> int:
+    """What the process of a worker does. Returns its exit code."""
     status = make().run(connection, name, ends_with_panel=ends_with_panel)
     return 1 if status is Status.ERROR else 0
 

@@ -40,7 +40,7 @@ _log = logging.getLogger("penstock")
 WireName = Literal["local", "zmq", "ray"]
 _SUSPENDED_SECONDS = 5.0  # no look at the clock for so long
 # Of this process for each worker: its pipe, its stacks, and two connections; or in a thread, all of its node.
-_DESCRIPTORS, _DESCRIPTORS_OF_THREAD = 4, 24
+_DESCRIPTORS, _DESCRIPTORS_OF_THREAD = 5, 24
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 

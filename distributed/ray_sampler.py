@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
 from penstock.buffers import Samples, pickling
-from penstock.buffers.samples import batch_view, layouts_of
+from penstock.buffers.slots import batch_view, layouts_of
 from penstock.collectors import TrajInfo
 from penstock.distributed.placement import connect, node_resources
 from penstock.distributed.ray_pool import PieceOrders, ShardOptions, ShardPool

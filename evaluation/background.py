@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.agents import Agent
 from penstock.arguments import seconds, signature, unknown_argument
 from penstock.buffers import pickling
-from penstock.buffers.descriptors import anonymous_file
+from penstock.buffers.descriptors import InheritedFd, anonymous_file
 from penstock.buffers.reports import dump_exception_by_value, load_exception
 from penstock.buffers.unpicklable import not_picklable
 from penstock.envs import EnvFn
@@ -22,12 +21,14 @@ from penstock.evaluation.eval_results import EvalResults
 from penstock.evaluation.evaluating import evaluate
 from penstock.evaluation.policies import Policy, as_policies
 from penstock.vector.vector_pool import WaitTimeoutError
-from penstock.workers.child import ChildProcess
+from penstock.workers.failures import describe_exit
+from penstock.workers.launcher import start_beside
+from penstock.workers.supervisor import SupervisedProcess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_POLL_SECONDS = 1.0
+_REAP_SECONDS = 5.0  # until a killed process has ended
 
 
 class RunningEvaluation:
@@ -36,7 +37,7 @@ class RunningEvaluation:
 
     def __init__(self, code: bytes) -> None:
         self._file = anonymous_file("penstock-evaluation")
-        self._process = ChildProcess(partial(_run, code, self._file.fileno()), [self._file.fileno()])
+        self._process = start_beside("the evaluation", _run, code, self._file)
         self._end = weakref.finalize(self, _end, self._process, self._file)
         self._results: EvalResults | None = None
         self._error: BaseException | None = None
@@ -49,7 +50,7 @@ class RunningEvaluation:
     @property
     def is_done(self) -> bool:
         """Whether it has ended, so that `wait` returns at once."""
-        return self._results is not None or self._process.ending() is not None
+        return self._results is not None or self._process.join(0) is not None
 
     def wait(self, timeout: float | None = None) -> EvalResults:
         """Wait for the results. Warnings of the evaluation are given here again.
@@ -63,17 +64,16 @@ class RunningEvaluation:
             raise self._error
         if not self._end.alive:
             raise SamplerStateError("the evaluation was cancelled: start another one")
-        deadline = None if timeout is None else time.monotonic() + seconds("timeout", timeout, zero=True)
-        while not self._process.wait(_left(deadline)):
-            if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeoutError(f"the evaluation has not ended within timeout={timeout:g} s: it continues")
-        ending = self._process.ending()
+        left = None if timeout is None else seconds("timeout", timeout, zero=True)
+        if (exitcode := self._process.join(left)) is None:
+            raise WaitTimeoutError(f"the evaluation has not ended within timeout={timeout:g} s: it continues")
         with open(self._file.fileno(), "rb", closefd=False) as file:
             file.seek(0)
             content = file.read()
         self._end()
         if not content:
-            self._error = WorkerDiedError(f"the process of the evaluation has ended without results: {ending}")
+            how = describe_exit(exitcode)
+            self._error = WorkerDiedError(f"the process of the evaluation has ended without results: it {how}")
             raise self._error
         report, results, messages = pickle.loads(content)
         for message in messages:
@@ -125,8 +125,8 @@ def _copied(policy: Any) -> Any:
     return policy.runtime.worker_copy() if is_agent else policy
 
 
-def _run(code: bytes, fd: int) -> int:
-    """The function of the process. It writes what has come out into the descriptor."""
+def _run(code: bytes, results_file: InheritedFd) -> int:
+    """The function of the process. It writes what has come out into the file."""
     report = results = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -135,15 +135,13 @@ def _run(code: bytes, fd: int) -> int:
         except Exception as error:
             report = dump_exception_by_value(error)
     messages = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
-    with open(fd, "wb") as file:
+    with open(results_file.fd, "wb", closefd=False) as file:
         file.write(pickling.dumps((report, results, messages)))
     return 0
 
 
-def _end(process: ChildProcess, file: Any) -> None:
+def _end(process: SupervisedProcess, file: InheritedFd) -> None:
     process.kill()
+    process.join(_REAP_SECONDS)
+    process.close()
     file.close()
-
-
-def _left(deadline: float | None) -> float:
-    return _POLL_SECONDS if deadline is None else max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))

@@ -25,6 +25,7 @@ from penstock.envs import (
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.evaluation.policies import Spaces
 from penstock.vector.objects import has_fixed_shape
+from penstock.workers.marking import marked
 
 
 class Job(NamedTuple):
@@ -70,9 +71,10 @@ class EvaluationPlan:
         and closed."""
         factories = factories_of(env_fn, tasks, others.get("mask_key"))
         if spaces is None:
-            example = build_example_env(factories[0])
-            spaces = example.observation_space, example.action_space
-            close_example_env(example)
+            with marked:  # programs that it starts end with this process
+                example = build_example_env(factories[0])
+                spaces = example.observation_space, example.action_space
+                close_example_env(example)
         for name, part in tree_leaves(spaces[1], "action"):
             if not has_fixed_shape(part):
                 raise SpaceError(f"{name} of {part} has no fixed shape, which evaluate needs: change it with a wrapper")

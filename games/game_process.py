@@ -8,9 +8,7 @@ import logging
 import os
 import re
 import select
-import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -27,9 +25,9 @@ from penstock.arguments import integer, seconds, true_or_false
 from penstock.envs.factory import announce_end, while_rebuilding
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_socket import GameSocket
-from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases
+from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases, users_of
 from penstock.workers import sigint
-from penstock.workers.marking import MARK_PREFIX, marked
+from penstock.workers.marking import MARK_PREFIX, MarkedProcess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,15 +38,13 @@ _MOST_PORTS = 1000
 _START_TRIES = 3  # if other programs take its port
 _FIRST_PAUSE = 0.002  # seconds between two looks at a game that starts
 _LONGEST = 1e6  # seconds; the system has a limit too
-_KILL_SECONDS = 1.0  # until a killed process is gone
-_GRACE_SECONDS = 0.2  # for processes that the game leaves behind, such as its X server
+_KILL_SECONDS = 1.0  # until a killed game is gone
 _KEPT_LOG = 1 << 20  # bytes of a log without a name
 _MOST_QUOTED = 8_000  # bytes of output in an error: a worker's error is sent with at most 16 kB
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")  # ${name} is for a shell
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
 
 #: When a game is ready; see `GameProcess`.
 Ready = Literal["listens", "connects"] | re.Pattern[str] | Callable[[tuple[int, ...]], object]
@@ -58,7 +54,51 @@ class PortTaken(Exception):
     """Another program has the port of a game. The text says which port, and which program."""
 
 
-# ---- spares ------------------------------------------------------------------------------------
+# ---- a started game, and those in reserve ------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Run:
+    """What belongs to one start of a game, and ends with it."""
+
+    stop_timeout: float = 0.0
+    process: MarkedProcess | None = None
+    leases: PortLeases | None = None
+    listeners: list[socket.socket] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    output: IO[bytes] | None = None
+    output_start: int = 0  #: the size that its log file had before
+    began: float = 0.0  #: by `time.monotonic`
+    is_ready: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was started, by this process, and not ended here."""
+        return self.process is not None and self.process.owner == os.getpid()
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The leased ports; empty if there are none."""
+        return self.leases.ports if self.leases else ()
+
+    def announce_end(self) -> None:
+        """Its end may take this long; see `GameProcess.close`."""
+        for announce in announce_end:
+            announce(3 * self.stop_timeout)
+
+    def end(self) -> None:
+        """End the game politely, then for certain, and release its ports last."""
+        for listener in self.listeners:
+            listener.close()
+        self.announce_end()
+        if self.process is not None and (left := self.process.end(self.stop_timeout)):
+            _log.warning("the game (pid %s) is still there after SIGKILL: pids %s", self.process.pid, left)
+        if self.leases is not None:
+            self.leases.release()
+        if self.output is not None:
+            self.output.close()
+        self.process = self.leases = self.output = None
+        self.listeners.clear()
 
 
 class _Spares:
@@ -66,15 +106,15 @@ class _Spares:
     share it: `users` are their ids, and `n` is how many games it keeps."""
 
     def __init__(self) -> None:
-        self.n, self.games, self.users = 0, list[GameProcess](), set[int]()
+        self.n, self.games, self.users = 0, list[_Run](), set[int]()
 
-    def take(self) -> GameProcess | None:
+    def take(self) -> _Run | None:
         """A game in reserve that still runs, if there is one."""
         while self.games:
-            game = self.games.pop(0)
-            if not game.exit_text():
-                return game
-            game.close()
+            run = self.games.pop(0)
+            if run.process is not None and not run.process.exit_text():
+                return run
+            run.end()
         return None
 
     def leave(self, user: int) -> None:
@@ -83,7 +123,7 @@ class _Spares:
         if not self.users:
             self.n = 0
             while self.games:
-                self.games.pop().close()
+                self.games.pop().end()
 
 
 _spares: dict[Any, _Spares] = {}
@@ -107,31 +147,6 @@ while_rebuilding.append(spares_kept)
 
 
 # ---- the game ----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Run:
-    """What belongs to one start of a game. A `GameProcess` that takes a spare takes this object from it."""
-
-    #: All processes of the game have an environment variable with this name, whatever session they are in.
-    mark: str = field(default_factory=lambda: f"PENSTOCK_GAME_{os.getpid()}_{os.urandom(8).hex()}")
-    process: subprocess.Popen[bytes] | None = None
-    leases: PortLeases | None = None
-    listeners: list[socket.socket] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-    output: IO[bytes] | None = None
-    output_start: int = 0  #: the size that its log file had before
-    began: float = 0.0  #: by `time.monotonic`
-    is_ready: bool = False
-    was_killed: bool = False  #: by `deadline`
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """The leased ports; empty if there are none."""
-        return self.leases.ports if self.leases else ()
-
-
-_NOT_STARTED = _Run()  # nobody changes it
 
 
 class GameProcess:
@@ -171,7 +186,7 @@ class GameProcess:
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
     """
 
-    _run: _Run = _NOT_STARTED
+    _run = _Run()  # no game was started
     _pool: _Spares | None = None
     _quit: Callable[[GameProcess], object] | None = None
     _sockets: list[GameSocket]
@@ -218,9 +233,8 @@ class GameProcess:
         self._start_timeout = seconds("start_timeout", start_timeout)
         self._stop_timeout = min(seconds("stop_timeout", stop_timeout, zero=True), _LONGEST)
         self._log_lines, self._log_file = integer("log_lines", log_lines, 0), _path("log_file", log_file)
-        self._environ, self._cwd, self._owner = _variables(environ), _path("cwd", cwd), os.getpid()
-        self._inherited = _names(inherit_env)
-        options = vars(self).copy()
+        self._environ, self._inherited, self._cwd = _variables(environ), _names(inherit_env), _path("cwd", cwd)
+        options = tuple(vars(self).items())
         self._reply_timeout, self._quit = min(seconds("reply_timeout", reply_timeout), _LONGEST), quit
         self._renew_every = None if renew_every is None else integer("renew_every", renew_every, 1)
         self._max_rss, n_spares = 0 if max_rss is None else _bytes(max_rss), integer("spares", spares, 0)
@@ -228,8 +242,8 @@ class GameProcess:
         try:
             with sigint.deferred():  # Ctrl-C could lose a game that is started, or a pipe of `subprocess`
                 if n_spares:
-                    self._pool = _spares.setdefault(tuple(options.items()), _Spares())
-                    self._pool.n, self._spare_options = max(self._pool.n, n_spares), options
+                    self._pool = _spares.setdefault(options, _Spares())
+                    self._pool.n = max(self._pool.n, n_spares)
                     self._pool.users.add(id(self))
                 self._launch()
         except BaseException:
@@ -240,45 +254,30 @@ class GameProcess:
 
     def _launch(self) -> None:
         """Take a game from the reserve, or start one."""
+        pool = self._pool
         with sigint.deferred():
-            if self._pool is None or (spare := self._pool.take()) is None:
-                self._start()
-            else:
-                self._run, spare._run = spare._run, _NOT_STARTED
-            while self._pool is not None and len(self._pool.games) < self._pool.n:
-                spare = GameProcess.__new__(GameProcess)
-                vars(spare).update(self._spare_options, _sockets=[])
-                spare._start()
-                self._pool.games.append(spare)
+            self._run = (pool and pool.take()) or self._start()
+            while pool is not None and len(pool.games) < pool.n:
+                pool.games.append(self._start())
 
-    def _start(self) -> None:
-        self._run = run = _Run()
+    def _start(self) -> _Run:
+        run = _Run(self._stop_timeout)
         try:
             if self._n_ports:
-                how: Any = {"protocol": self._protocol, "consecutive": self._consecutive}
-                run.leases = leases(self._n_ports, *self._where, **how)
+                run.leases = leases(self._n_ports, *self._where, protocol=self._protocol, consecutive=self._consecutive)
             ports, host = run.ports, self._where[2]
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             for port in ports if self._ready == "connects" else ():
                 run.listeners.append(socket.create_server((host, port), family=family))
             run.command = [_fill(part, ports) for part in self._command]
             own = {name: _fill(value, ports) for name, value in self._environ}
-            own |= {"PENSTOCK_PORTS": ",".join(map(str, ports)), run.mark: "1"}
-            self._open_log(None if self._log_file is None else _fill(self._log_file, ports))
-            with marked:  # it ends with this process, however this process ends
-                environ = {**_inherited(self._inherited), **own}
+            self._open_log(run, None if self._log_file is None else _fill(self._log_file, ports))
+            environ = {**_inherited(self._inherited), **own, "PENSTOCK_PORTS": ",".join(map(str, ports))}
             run.began = time.monotonic()
-            run.process = subprocess.Popen(
-                run.command,
-                stdin=subprocess.DEVNULL,
-                stdout=run.output,
-                stderr=run.output,
-                env=environ,
-                cwd=self._cwd,
-                start_new_session=True,  # Ctrl-C must not reach it
-            )
+            run.process = MarkedProcess(run.command, environ, cwd=self._cwd, stdout=run.output, stderr=run.output)
+            return run
         except BaseException as error:
-            self._stop()
+            run.end()
             if isinstance(error, OSError):
                 raise GameError(self._why_not_started(error)) from error
             raise
@@ -294,7 +293,7 @@ class GameProcess:
             return f"{where} is not executable: run chmod +x on it"
         return f"{where} cannot be started: {error}"
 
-    def _open_log(self, name: str | None) -> None:
+    def _open_log(self, run: _Run, name: str | None) -> None:
         try:  # a temporary file has no name, so nothing stays
             file: Any = tempfile.TemporaryFile(buffering=0) if name is None else open(name, "a+b", 0)  # noqa: SIM115
         except OSError as error:
@@ -302,7 +301,7 @@ class GameProcess:
             raise GameError(f"log_file={name!r} cannot be written: {error.strerror}. {advice}") from None
         # It appends, so that it goes on at the new end if the file is cut.
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
-        self._run.output, self._run.output_start = file, os.fstat(file.fileno()).st_size
+        run.output, run.output_start = file, os.fstat(file.fileno()).st_size
 
     def wait_ready(self) -> None:
         """Wait until the game is ready. Raises `GameError` if it ends, or is not ready within `start_timeout`."""
@@ -313,8 +312,8 @@ class GameProcess:
                 if ended := self.exit_text():
                     self._has_ports()  # raises `PortTaken` if this may be why
                     raise self.error(f"ended with {ended} before it was ready")
-                if self._meets(self._ready):
-                    self._run.is_ready = True
+                self._run.is_ready = self._meets(self._ready)
+                if self._run.is_ready:
                     return
             except PortTaken as taken:
                 what = f"was started {tries} times, and each time another program had its port. The last one: {taken}"
@@ -345,15 +344,11 @@ class GameProcess:
 
     def _has_ports(self) -> bool:
         """Whether the game listens at all its ports. Raises `PortTaken` if another program has one of them."""
-        found = [self._has_port(port) for port in self.ports if not self.listeners]  # each of them is looked at
-        return all(found)
+        return False not in [self._has_port(port) for port in self.ports if not self.listeners]  # it looks at each
 
     def _has_port(self, port: int) -> bool:
-        if not _is_used(port, self._protocol):
-            return False
-        found = [each for each in psutil.net_connections(self._protocol) if each.laddr and each.laddr[1] == port]
-        own = set(self._members())
-        if found and not any(each.pid in own for each in found):
+        found = users_of(port, self._protocol)
+        if found and not {each.pid for each in found} & set(self._require_started().members()):
             raise PortTaken(f"port {port}, {describe_process(found[0].pid)}")
         return any(each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE) for each in found)  # UDP has no states
 
@@ -401,8 +396,8 @@ class GameProcess:
         """With `ready="connects"`, where the game connects."""
         return self._run.listeners
 
-    def _require_started(self) -> subprocess.Popen[bytes]:
-        if self._run.process is None or self._owner != os.getpid():
+    def _require_started(self) -> MarkedProcess:
+        if self._run.process is None or not self._run.is_open:
             raise GameError(
                 f"the game {self._command[0]!r} was closed, or belongs to the process that this one is a fork of: make "
                 "a new GameProcess"
@@ -411,35 +406,20 @@ class GameProcess:
 
     def exit_text(self) -> str:
         """How the game has ended, such as "exit code 3" or "SIGKILL"; empty while it runs."""
-        if self._run.process is None or os.getpid() != self._owner:
-            return "an unknown exit code"
-        if (code := self._run.process.poll()) is None:
-            return ""
-        with suppress(ValueError):  # no signal
-            return signal.Signals(-code).name
-        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return "an unknown exit code" if self._run.process is None else self._run.process.exit_text()
 
     def ends_within(self, limit: float) -> None:
         """Wait for its end, at most `limit` seconds."""
-        with suppress(subprocess.TimeoutExpired):
-            if not self.exit_text() and self._run.process is not None:
-                self._run.process.wait(limit)
+        if (process := self._run.process) is not None:
+            process.wait(limit)
 
     def rss(self) -> int:
         """How many bytes of memory its processes use."""
         total = 0
-        for pid in self._members():
+        for pid in self._require_started().members():
             with suppress(psutil.Error):
                 total += psutil.Process(pid).memory_info().rss
         return total
-
-    def _members(self) -> Iterator[int]:
-        mark = b"\0" + self._run.mark.encode() + b"="
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:  # a zombie has none
-                    if mark in b"\0" + file.read():
-                        yield int(entry)
 
     def output(self, n_bytes: int) -> str:
         """The last `n_bytes` of its output."""
@@ -469,8 +449,9 @@ class GameProcess:
         """Kill the game if the `with` block takes more than `limit` seconds, so that a library that waits for the game
         in C returns or raises. Then the block raises `GameError`."""
         self._require_started()
-        timer = threading.Timer(min(seconds("limit", limit), _LONGEST), self._kill_late)
-        timer.daemon, failed = True, None
+        until, failed = time.monotonic() + seconds("limit", limit), None
+        timer = threading.Timer(min(limit, _LONGEST), self.kill)
+        timer.daemon = True
         try:
             timer.start()
             yield
@@ -478,7 +459,8 @@ class GameProcess:
             failed = error
         finally:
             timer.cancel()
-        if self._run.was_killed:
+        if time.monotonic() >= until:
+            self.kill()  # the timer may be late
             raise self.error(f"was killed, because the block `with game.deadline({limit:g})` took longer") from failed
         if failed is not None:
             raise failed
@@ -515,22 +497,21 @@ class GameProcess:
             self._end()
         finally:
             pool, self._pool = self._pool, None
-            if pool is not None and self._owner == os.getpid():
+            if pool is not None:
                 pool.leave(id(self))
 
     def _end(self) -> None:
         """End the game that runs."""
         if self._run.process is None:
             return
-        for announce in announce_end:
-            announce(3 * self._stop_timeout)  # see `close`
+        self._run.announce_end()
         try:
             if self._quit is not None and not self.exit_text():
                 self._ask_to_quit(self._quit)
         finally:
             for each in self._sockets:
                 each.close()
-            self._stop()
+            self._run.end()
 
     def _ask_to_quit(self, quit: Callable[[GameProcess], object]) -> None:
         """In a thread, since `quit` may never return."""
@@ -553,46 +534,10 @@ class GameProcess:
             warnings.warn(f"quit of the game {failed[0]}", RuntimeWarning, stacklevel=4)
         self.ends_within(limit)
 
-    def _stop(self) -> None:
-        """End the game politely, then for certain, and release its ports last."""
-        run = self._run
-        for listener in run.listeners:
-            listener.close()
-        if os.getpid() == self._owner:
-            self._signal_group(signal.SIGTERM)
-            self.ends_within(self._stop_timeout)
-            began = time.monotonic()
-            while (left := list(self._members())) and (passed := time.monotonic() - began) < _KILL_SECONDS:
-                if passed >= min(_GRACE_SECONDS, self._stop_timeout):  # its other processes have SIGTERM too
-                    self.kill()
-                time.sleep(0.005)
-            if left:
-                _log.warning("%s", self.error(f"is still there {_KILL_SECONDS:g} s after SIGKILL: pids {left}"))
-            self.ends_within(_KILL_SECONDS)
-            if run.leases is not None:
-                run.leases.release()
-            run.process = run.leases = None
-        if run.output is not None:
-            run.output.close()
-        run.output = None
-        run.listeners.clear()
-
     def kill(self) -> None:
         """Kill all its processes at once. Any thread may call this; `close` does the rest."""
-        if os.getpid() == self._owner:
-            self._signal_group(signal.SIGKILL)
-            for pid in self._members():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def _kill_late(self) -> None:
-        self._run.was_killed = True
-        self.kill()
-
-    def _signal_group(self, number: int) -> None:
-        if self._run.process is not None and not self.exit_text():  # else another process may have its id
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._run.process.pid, number)
+        if (process := self._run.process) is not None:
+            process.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -601,31 +546,18 @@ class GameProcess:
         self.close()
 
     def __del__(self) -> None:
-        if self._run.process is not None and self._owner == os.getpid():
+        if self._run.is_open:
             try:
                 warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2, source=self)
             finally:  # the warning may be raised as an error
                 self.close()
 
     def __repr__(self) -> str:
-        is_open = self._run.process is not None and self._owner == os.getpid()
-        state = f"pid {self.pid}, ports {list(self.ports)}" if is_open else "closed"
+        state = f"pid {self.pid}, ports {list(self.ports)}" if self._run.is_open else "closed"
         return f"<GameProcess {self._command[0]!r}, {state}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} belongs to the process that has started it: make one in each worker")
-
-
-# ---- helpers -------------------------------------------------------------------------------------------
-
-
-def _is_used(port: int, protocol: str) -> bool:
-    """Whether any socket has this port. This is much faster than to ask whose it is."""
-    tables = ""
-    for name in (protocol, f"{protocol}6"):
-        with suppress(OSError):
-            tables += Path(f"/proc/net/{name}").read_text()
-    return re.search(rf"^ *\d+: \w+:{port:04X} ", tables, re.MULTILINE) is not None
 
 
 def _fill(text: str, ports: tuple[int, ...]) -> str:
@@ -668,17 +600,15 @@ def _variables(environ: Any) -> tuple[tuple[str, str], ...]:
 def _names(inherit_env: Any) -> frozenset[str] | None:
     if inherit_env is None:
         return None
-    if not isinstance(inherit_env, Collection) or isinstance(inherit_env, str | bytes):
+    is_list = isinstance(inherit_env, Collection) and not isinstance(inherit_env, str | bytes)
+    if not is_list or not all(isinstance(name, str) and re.fullmatch(r"[^=\0]+", name) for name in inherit_env):
         raise ConfigError(f'inherit_env must be a list of names, such as ["PATH", "HOME"], got {brief(inherit_env)}')
-    if not all(isinstance(name, str) and re.fullmatch(r"[^=\0]+", name) for name in inherit_env):
-        raise ConfigError(f"inherit_env must have names of environment variables, got {brief(inherit_env)}")
     return frozenset(inherit_env)
 
 
 def _inherited(names: frozenset[str] | None) -> dict[str, str]:
     """The variables of this process with these names, and those that mark its programs."""
-    own = dict(os.environ)
-    return own if names is None else {n: own[n] for n in own if n in names or n.startswith(MARK_PREFIX)}
+    return {n: v for n, v in os.environ.items() if names is None or n in names or n.startswith(MARK_PREFIX)}
 
 
 def _bytes(value: int | str) -> int:

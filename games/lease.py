@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import secrets
 import socket
 import time
@@ -231,6 +232,17 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     if len(lines) > _MAX_REPORT_LINES:
         lines[_MAX_REPORT_LINES:] = [f"  and {len(lines) - _MAX_REPORT_LINES} more processes"]
     return "\n".join(lines)
+
+
+def users_of(port: int, protocol: PortProtocol) -> list[Any]:
+    """The sockets at this port, as psutil tells them. The tables of the kernel say much faster whether there is one."""
+    tables = ""
+    for name in (protocol, f"{protocol}6"):
+        with contextlib.suppress(OSError):
+            tables += Path(f"/proc/net/{name}").read_text()
+    if not re.search(rf"^ *\d+: \w+:{port:04X} ", tables, re.MULTILINE):
+        return []
+    return [each for each in psutil.net_connections(protocol) if each.laddr and each.laddr[1] == port]
 
 
 def describe_process(pid: int | None) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import NamedArrays, PolicySamples, Samples
-from penstock.buffers.samples import BatchStatus, for_user, parts_of, with_status
+from penstock.buffers.samples import BatchStatus, parts_of, with_status
+from penstock.buffers.slots import for_user
 from penstock.errors import StaleSamplesError
 
 Batch = Samples | PolicySamples

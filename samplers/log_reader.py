@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.arguments import integer
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.samples import layouts_of
+from penstock.buffers.slots import layouts_of
 from penstock.buffers.tree import map_tree
 from penstock.columns.episode_log import AT, EPISODE, FIRST_START, GENERATION, PLAN, POSITION, SEED, START, EpisodeLog
 from penstock.envs.calls import pickled

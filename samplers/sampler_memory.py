@@ -14,8 +14,8 @@ from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers import Samples, SamplesBuffer
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.object_pipe import Mailbox, TrajectoryRecords
-from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.buffers.slots import layouts_of
 from penstock.collectors import TrajInfo
 from penstock.columns.episode_log import EpisodeLog
 from penstock.samplers.config import SamplerConfig

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from penstock.agents.action_masks import mask_in
 from penstock.agents.agent import Agent
 from penstock.agents.remote_agent import RemoteAgent
-from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
+from penstock.buffers.slots import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
 from penstock.collectors.collector import Collector, CollectorParts, EvalLimits
 from penstock.collectors.evaluation import EvalCollector, eval_columns
 from penstock.collectors.recorder import PolicyParts

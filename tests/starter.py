@@ -287,21 +287,34 @@ def become(request: Request) -> types.ModuleType:
         sys.warnoptions.append("error")
         warnings.simplefilter("error")
     if request.light or request.forks_supervisor:
-        launch = importlib.import_module("penstock.workers.launcher")
-        plain = launch.Supervisor
-
-        def supervisor(preload: Sequence[str] = (), *, is_fork: bool = False) -> Any:
-            imported = [name for name in preload if not (request.light and name.partition(".")[0] == "torch")]
-            made = plain(imported, is_fork=is_fork or request.forks_supervisor)
-            made.preload = frozenset(preload)
-            return made
-
-        launch.Supervisor = supervisor
+        set_supervisors(light=request.light, are_forks=request.forks_supervisor)
     sys.modules["torch"].set_num_threads(1)  # several tests share the CPUs
     main = types.ModuleType("__main__")
     main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
     sys.modules["starter"], sys.modules["__main__"] = sys.modules["__main__"], main
     return main
+
+
+def set_supervisors(*, light: bool = False, are_forks: bool = False) -> None:
+    """From now on, the supervisors that this process starts do not import torch, or are forks."""
+    launcher = importlib.import_module("penstock.workers.launcher")
+    plain = launcher.Supervisor
+
+    def supervisor(preload: Sequence[str] = (), *, is_fork: bool = False) -> Any:
+        imported = [name for name in preload if not (light and name.partition(".")[0] == "torch")]
+        made = plain(imported, is_fork=is_fork or are_forks)
+        made.preload = frozenset(preload)
+        return made
+
+    launcher.Supervisor = supervisor
+
+
+def run_launched_worker(*arguments: Any, **how: Any) -> int:
+    """Takes the place of the function of distributed/launched.py that a process calls. Its supervisors are forks."""
+    set_supervisors(are_forks=True)
+    sys.modules["torch"].set_num_threads(1)  # several tests share the CPUs
+    launched = importlib.import_module("penstock.distributed.launched")
+    return int(launched.run_worker(*arguments, **how))
 
 
 def end_without_teardown() -> NoReturn:

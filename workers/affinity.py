@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from threadpoolctl import LibController, ThreadpoolController
@@ -83,6 +83,20 @@ def threads_here() -> int:
     """How many threads torch uses in this process; 1 if it is not loaded."""
     torch = sys.modules.get("torch")
     return 1 if torch is None else int(torch.get_num_threads())
+
+
+def thread_numbers() -> dict[str, int]:
+    """How many threads each loaded library uses in this process, by its name."""
+    numbers = {library.internal_api: library.num_threads for library in _libraries()}
+    return numbers | ({"torch": threads_here()} if "torch" in sys.modules else {})
+
+
+def use_thread_numbers(numbers: Mapping[str, int]) -> None:
+    """Let the libraries that are loaded here use as many threads as in the process in which `numbers` were read."""
+    if "torch" in sys.modules and "torch" in numbers:
+        sys.modules["torch"].set_num_threads(numbers["torch"])
+    for library in _libraries():
+        _use_threads(library, numbers.get(library.internal_api, library.num_threads))
 
 
 def limit_threads(n: int) -> None:

@@ -21,10 +21,10 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.unpicklable import not_picklable
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
-from penstock.workers.affinity import blas_limited
+from penstock.workers.affinity import blas_limited, thread_numbers, use_thread_numbers
 from penstock.workers.handle import status_of
 from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
-from penstock.workers.plan import PoolOptions
+from penstock.workers.plan import PoolArguments, PoolOptions
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
 
@@ -92,7 +92,7 @@ class Launcher:
 
     def _ensure_supervisor(self) -> Supervisor:
         if self._start_method != "fork":
-            return _shared_supervisor(self._preload)
+            return shared_supervisor(self._preload)
         if self._fork is None:
             import_all(self._preload)  # here, so that all forks share these modules
             with death_loggers_stopped(), blas_limited():
@@ -140,7 +140,30 @@ class Launcher:
             self._fork.close()
 
 
-def _shared_supervisor(preload: Sequence[str]) -> Supervisor:
+def start_beside(name: str, function: Callable[..., int], *arguments: object) -> SupervisedProcess:
+    """Start a process beside the workers of pools. It calls `function(*arguments)`, exits with what this returns, and
+    ends with this process, however this ends. Its libraries have as many threads as here. `function` is one of
+    penstock."""
+    launcher = Launcher(PoolArguments().pool_options(), 1)
+    return launcher.start(name, _as_program, thread_numbers(), function, *arguments)
+
+
+def _as_program(threads: Mapping[str, int], function: Callable[..., int], *arguments: object) -> int:
+    """Call it, and do what Python does at the end of a program: user's code may count on it."""
+    use_thread_numbers(threads)  # the supervisor has one
+    try:
+        return function(*arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for its threads
+        atexit._run_exitfuncs()
+
+
+def shared_supervisor(preload: Sequence[str]) -> Supervisor:
     """A supervisor that has imported `preload`. One that runs and lacks only modules of penstock imports them now. It
     imports no others while it runs: they may be large, as torch is, and it starts no workers meanwhile."""
     with _start_lock:

@@ -1,4 +1,4 @@
-"""Marks the programs that environments start, so that they end with the main process.
+"""Marks the programs that environments start, so that they end with the main process, and a game with its object.
 
 A program has the environment variables of the process that starts it, and /proc shows them. So the main process sets a
 variable while it builds or runs environments, and workers always have it. When the main process has ended, for
@@ -6,15 +6,23 @@ whatever reason, a shell kills every program that has the variable, also in othe
 whose other end the main process holds, so it notices this end.
 
 As long as the main process lives, the shell kills nothing. A program may serve all environments of a process, not only
-the one that started it.
+the one that started it. A `MarkedProcess` has a second mark, by which whoever has started it finds and ends all that
+belongs to it.
+
+The shell is no supervisor, although this waits for the end of the main process too: a `SerialSampler` or a game in a
+script has none, and an interpreter that only waits takes 10 MB.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 # The argument is the variable with its value. The part in braces runs in the background, so that it is no child of the
 # main process. Programs may start others while they are killed, hence the second look.
@@ -32,10 +40,17 @@ exec 3<&0
 } &
 """
 _START_SECONDS = 5.0
+_KILL_SECONDS = 5.0  # until killed processes are gone
+_GRACE_SECONDS = 0.2  # for processes that a program leaves behind, such as its X server
 
 MARK_PREFIX = "PENSTOCK_PROCESS_"  # of the variables that mark programs
 # With these variables, libraries would believe that a worker is an MPI process.
 _MPI_PREFIXES = ("OMPI_", "PMI_")
+
+
+def new_mark() -> str:
+    """A name for a variable. It is another one in each process: a program that uses penstock has several of them."""
+    return f"{MARK_PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
 
 
 class _Marking:
@@ -49,8 +64,7 @@ class _Marking:
     def variable(self) -> str:
         """The name of the variable. This starts the shell."""
         if self._pipe < 0:
-            # A new name for each process: a program that uses penstock itself has several of these variables.
-            self._name = f"{MARK_PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
+            self._name = new_mark()
             self._key = self._name.encode()
             reader, self._pipe = os.pipe()
             try:
@@ -104,3 +118,76 @@ def worker_environ() -> dict[str, str]:
     """The environment variables of a worker: those of this process now, and the one that marks its programs."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
     return {**environ, marked.variable(): "1"}
+
+
+class MarkedProcess:
+    """A program that this process starts, with everything that the program starts, in whatever session. They end with
+    this process, however this ends. A fork of this process does not touch them. `how` goes to `subprocess.Popen`."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str] | None = None, **how: Any) -> None:
+        self._mark, self.owner = new_mark(), os.getpid()
+        environ = {**(os.environ if environ is None else environ), marked.variable(): "1", self._mark: "1"}
+        # In a session of its own: Ctrl-C must not reach it.
+        how |= {"env": environ, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        self._process = subprocess.Popen(command, **how)
+        self.pid = self._process.pid
+
+    def exit_text(self) -> str:
+        """How it has ended, such as "exit code 3" or "SIGKILL"; empty while it runs."""
+        if os.getpid() != self.owner:
+            return "an unknown exit code"
+        if (code := self._process.poll()) is None:
+            return ""
+        with suppress(ValueError):  # no signal
+            return signal.Signals(-code).name
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has ended, at most so long. Returns whether it has."""
+        with suppress(subprocess.TimeoutExpired):
+            if not self.exit_text():
+                self._process.wait(seconds)
+        return bool(self.exit_text())
+
+    def members(self) -> list[int]:
+        """The ids of all processes that belong to it."""
+        found = set(_marked_with(self._mark))
+        return sorted(found if self.exit_text() else {*found, self.pid})  # it may have changed its variables
+
+    def kill(self) -> None:
+        """Kill all of them at once. Any thread may call this."""
+        self._signal_group(signal.SIGKILL)
+        for pid in _marked_with(self._mark) if os.getpid() == self.owner else ():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self, term_timeout: float = 0.0) -> list[int]:
+        """End all of them, and wait for this: with SIGTERM, if they have `term_timeout` seconds to follow it, then with
+        SIGKILL. Returns the ids of those that are still there after five seconds."""
+        if os.getpid() != self.owner:
+            return []
+        if term_timeout > 0:
+            self._signal_group(signal.SIGTERM)
+            self.wait(term_timeout)
+        began = time.monotonic()
+        while (left := self.members()) and (passed := time.monotonic() - began) < _KILL_SECONDS:
+            if passed >= min(_GRACE_SECONDS, term_timeout):  # the rest of its group has SIGTERM too
+                self.kill()
+            time.sleep(0.005)
+        self.wait(_KILL_SECONDS)
+        return left
+
+    def _signal_group(self, number: int) -> None:
+        if not self.exit_text():  # else another process may have its id
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+def _marked_with(mark: str) -> list[int]:
+    """The ids of all processes whose environment variable `mark` is 1. A zombie has no variables."""
+    entry, found = f"\0{mark}=1\0".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # it has ended, or is another user's
+            if entry in b"\0" + file.read():
+                found.append(int(name))
+    return found

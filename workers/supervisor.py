@@ -25,11 +25,13 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,6 +58,7 @@ _PIDFD_SIGNAL_PROCESS_GROUP = 4  # since Linux 6.9
 _MESSAGE_BYTES = 256
 _CHECK_SECONDS = 0.25
 _END_SECONDS = 1.0
+_LONGEST = 1e6  # seconds; the system has a limit too
 # Ctrl-C must not reach the supervisor. But it stays in the session of the main process: the scheduler of Linux divides
 # CPUs among sessions (autogroup), and a process that yields its CPU would not yield it to a process of another session.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
@@ -192,7 +195,7 @@ class SupervisedProcess:
 
     def __init__(self, name: str, function: Callable[..., Any], *arguments: object, spawns: bool = False) -> None:
         self._name, self._function, self._spawns = name, partial(function, *arguments), spawns
-        self._owner = os.getpid()
+        self._owner, self._lock = os.getpid(), threading.RLock()
 
     def start(self, supervisor: Supervisor, check: Callable[[float], None] = lambda _: None) -> None:
         """Start it. Meanwhile this calls `check` a few times a second, which may raise, with the seconds so far.
@@ -251,8 +254,8 @@ class SupervisedProcess:
         return self._control_socket.fileno() if self._pidfd is None else self._pidfd.fd
 
     def signal(self, number: int) -> None:
-        """Signal the process and its group."""
-        if self._control_socket is None or self.exitcode is not None:
+        """Signal the process and its group. A fork of the main process does not."""
+        if self._control_socket is None or self.exitcode is not None or self._getpid() != self._owner:
             return
         try:
             if self._pidfd is None:
@@ -268,16 +271,17 @@ class SupervisedProcess:
         """Kill the process and its group."""
         self.signal(signal.SIGKILL)
 
-    def join(self, seconds: float | None = None) -> None:
-        """Wait until `exitcode` is known. If it stays None, the supervisor has not answered."""
-        if (
-            self.exitcode is None
-            and self._control_socket is not None
-            and (answer := self._receive(seconds)) is not None
-        ):
-            if answer[1] == SUPERVISOR_ENDED:
-                self.kill()  # what is left of the group
-            self.exitcode = answer[1]
+    def join(self, seconds: float | None = None) -> int | None:
+        """Wait until `exitcode` is known, and return it. None: the supervisor has not answered. Any thread may wait."""
+        control_socket = self._control_socket
+        if self.exitcode is None and control_socket is not None and _is_readable(control_socket, seconds):
+            with self._lock:
+                answer = None if self.exitcode is not None else self._receive(0)
+                if answer is not None and self.exitcode is None:  # no signal handler has taken it meanwhile
+                    if answer[1] == SUPERVISOR_ENDED:
+                        self.kill()  # what is left of the group
+                    self.exitcode = answer[1]
+        return self.exitcode
 
     def close(self) -> None:
         """Release it. If it runs, the supervisor kills it."""
@@ -337,6 +341,7 @@ def _surroundings(name: str) -> dict[str, Any]:
         "environ": worker_environ(),
         "umask": _umask(),
         "log_levels": _log_levels(),
+        "file_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "cpus": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -502,7 +507,7 @@ def _flush_standard_streams() -> None:
 def _is_readable(connection: socket.socket, seconds: float | None) -> bool:
     poll = select.poll()  # `select` fails for descriptors above 1023
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(None if seconds is None else seconds * 1000))
+    return bool(poll.poll(None if seconds is None else min(seconds, _LONGEST) * 1000))
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -605,6 +610,10 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     if surroundings["cpus"] is not None and os.sched_getaffinity(0) != surroundings["cpus"]:
         with contextlib.suppress(OSError):  # a sandbox
             os.sched_setaffinity(0, surroundings["cpus"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, surroundings["file_limit"]) and surroundings["file_limit"] > soft:
+        with contextlib.suppress(ValueError):  # above its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (surroundings["file_limit"], hard))
     process = multiprocessing.current_process()
     process.name, process.authkey = surroundings["name"], surroundings["authkey"]
     if surroundings["start_method"] in multiprocessing.get_all_start_methods():  # joblib has one of its own

@@ -127,7 +127,7 @@ def _join(args: argparse.Namespace) -> int:
     endings = experiment.join(args.file, args.names, host=args.host, timeout=args.wait)
     for name, ending in endings.items():
         print(f"{name}: {ending}", file=sys.stderr)
-    return int({*endings.values()} != {"exit code 0"})
+    return int({*endings.values()} != {"exited with code 0"})
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
-from penstock.buffers.samples import FirstRow, for_user
+from penstock.buffers.slots import FirstRow, for_user
 
 from ..scale import examples
 from ..support import leave_memory

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import uuid
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import penstock
 
 from .. import starter as starters
 from ..scale import scaled
-from ..support import PROGRAMS
 from .ray_support import our_processes, wait_for_none
 
 # Every process that Ray or a test starts from here has this variable.
@@ -57,13 +55,9 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers that an experiment launches as processes are forks of one that has imported torch."""
-
-    def launch(_: Any, *, pass_fds: list[int], stdin: int, start_new_session: bool) -> starters.Child:
-        request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True}
-        return starters.Child([PROGRAMS / "launched.py", *pass_fds], request, pass_fds=pass_fds, stdin=stdin)
-
-    monkeypatch.setattr("penstock.workers.child.subprocess", SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE))
+    """The supervisors of the workers that an experiment launches as processes are forks, and need not import torch."""
+    cloudpickle.register_pickle_by_value(starters)
+    monkeypatch.setattr("penstock.distributed.launched.run_worker", starters.run_launched_worker)
 
 
 _clusters: list[Any] = []

@@ -115,7 +115,7 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
         code, text = ending(join(tmp_path, "actor/1"))
         assert code == 1
         assert "the name 'workers/actor/1' is taken by" in text
-        assert text.endswith("actor/1: exit code 1\n")
+        assert text.endswith("actor/1: exited with code 1\n")
         os.killpg(early.pid, signal.SIGKILL)
         early.communicate()
         state = run.wait(lambda s: {s.workers[f"actor/{i}"]["status"] for i in (1, 2)} == {"LOST"}, timeout=60)
@@ -132,7 +132,7 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
             with pytest.raises(SystemExit, match=says):
                 main(["join", str(tmp_path / "run.json"), name, "--as", "actor/1"])
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
-    assert ending(late) == (0, "actor/2: exit code 0\n"), "the end of the run ends it"
+    assert ending(late) == (0, "actor/2: exited with code 0\n"), "the end of the run ends it"
 
 
 def within(network: str) -> list[str]:
@@ -195,7 +195,7 @@ def test_an_actor_of_another_network_ends_and_joins_again_after_a_long_cut_of_th
         began = time.monotonic()
         code, text = ending(joined)
         assert time.monotonic() - began < 20
-        assert (code, text.splitlines()[-1]) == (1, "actor/1: exit code 1")
+        assert (code, text.splitlines()[-1]) == (1, "actor/1: exited with code 1")
         until_it_is_lost()
         ip("link set ps-near up")
         load(tmp_path)  # the limit is 30 s again: the next cut is shorter
@@ -209,7 +209,7 @@ def test_an_actor_of_another_network_ends_and_joins_again_after_a_long_cut_of_th
         assert samples(state) > before
         assert run.panel.pid("trainer/0") == pid
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
-    assert ending(joined) == (0, "actor/1: exit code 0\n")
+    assert ending(joined) == (0, "actor/1: exited with code 0\n")
 
 
 def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:

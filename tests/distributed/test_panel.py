@@ -234,7 +234,8 @@ def test_a_killed_worker_is_lost_within_a_second_and_the_others_answer(
         assert panel.get_worker_status(names[0]) is Status.LOST
         note("a launched worker is LOST after [s]", time.monotonic() - began, 1.0)
         if make == "zmq":
-            wait_until(lambda: panel.stats()[names[0]] == {"status": "LOST", "text": "killed by SIGKILL"})
+            text = "was killed by SIGKILL (out of memory?)"
+            wait_until(lambda: panel.stats()[names[0]] == {"status": "LOST", "text": text})
         lost, found = panel.group_request("ping")
         assert (lost.lost, found.result) == (True, "pong")
 
@@ -245,7 +246,7 @@ def test_a_worker_that_cannot_start_is_reported_at_once(make: str, request: pyte
         raise RuntimeError("no such worker")
 
     need(make, request)
-    why = {"local": "its thread has ended: RuntimeError: no such worker", "zmq": "exit code 1"}.get(
+    why = {"local": "its thread has ended: RuntimeError: no such worker", "zmq": "exited with code 1"}.get(
         make, "RuntimeError: no such worker"
     )
     with ControlPanel("test", wire=make) as panel:
@@ -445,27 +446,6 @@ def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> 
         assert local._launched["hanging/0"].wait(10)  # its status says only that it has failed
     finally:
         released.set()
-
-
-@needs_zmq
-def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.distributed.launched import LaunchedProcess
-    from penstock.workers import child
-
-    monkeypatch.setattr(child, "_CHILD", "pass")
-    killed, killpg = list[tuple[int, str]](), os.killpg
-
-    def note_and_kill(pid: int, number: int) -> None:
-        killed.append((pid, psutil.Process(pid).status()))
-        killpg(pid, number)
-
-    monkeypatch.setattr(os, "killpg", note_and_kill)
-    worker = LaunchedProcess(Counter, None, "counter/0")  # type: ignore[arg-type]
-    assert worker.wait(30)
-    assert worker.wait(0)
-    worker.kill()
-    assert worker.ending() == "exit code 0"
-    assert killed == [(worker.pid, psutil.STATUS_ZOMBIE)]
 
 
 def test_a_closed_panel_says_so(panel: ControlPanel) -> None:

@@ -96,7 +96,7 @@ def test_it_is_cancelled_and_killed_and_ends_with_its_object(tmp_path: Path) -> 
         running.wait()
     with start_evaluation(vla, slow, **ARGUMENTS) as running:
         os.kill(running.pid, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="ended without results: killed by SIGKILL"):
+        with pytest.raises(WorkerDiedError, match="ended without results: it was killed by SIGKILL"):
             running.wait(60)
     (tmp_path / "stepping").unlink()
     running = start_evaluation(vla, slow, **ARGUMENTS)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from penstock import ConfigError, SpaceError, WorkerError, evaluate
-from penstock.envs import ColumnStreams, Purpose
+from penstock.envs import ColumnStreams, CountingEnv, Purpose
 
 from ..scale import scaled, some
 from .reach import TASKS, Guilty, Moody, Reach, hang, moody, played, serial, vla
@@ -298,3 +298,16 @@ def test_an_environment_that_remembers_is_noticed() -> None:
         RuntimeWarning, match="the first episode was different when it was played once more: its length was 1, then 4"
     ):
         evaluate(zeros, Remembers, episodes=3, n_workers=1, batch_B=1)
+
+
+class Starts(CountingEnv):
+    """It could start a program, here and in a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        marks = [value for name, value in os.environ.items() if name.startswith("PENSTOCK_PROCESS_")]
+        assert "1" in marks, "the program would outlive the main process"
+
+
+def test_programs_of_environments_end_with_the_main_process() -> None:
+    evaluate(zeros, Starts, episodes=2, n_workers=1)

@@ -221,7 +221,7 @@ def why_not_replaced(where: str, how: str, pool: str) -> str | None:
 
 def expected_of_experiment(where: str, how: str, when: str, policy: str) -> Expected:
     """Once all workers have started, one that fails is started again, whatever it was, unless it fails too often."""
-    ends = {"exit": "exit code 0", "kill": "killed by SIGKILL", "segfault": "killed by SIGSEGV"}
+    ends = {"exit": "exited with code 0", "kill": "killed by SIGKILL", "segfault": "killed by SIGSEGV"}
     limit = STEP_TIMEOUT if how in HANGS else 0.0
     if how in HANGS:
         text = f"it did not answer for hang_timeout={limit:g} s"

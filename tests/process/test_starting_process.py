@@ -17,12 +17,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from penstock import ParallelSampler, RandomAgent, WorkerDiedError, WorkerTimeoutError
 from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers import launcher as launch
+from penstock.workers.affinity import thread_numbers
 from penstock.workers.plan import PoolOptions
 
 from ..scale import START_METHODS, scaled
@@ -169,6 +171,39 @@ def test_a_supervisor_that_is_stopped_while_it_starts_is_named_and_can_be_used_l
         worker.close()
     finally:
         supervisor.close()
+
+
+ENDS = """
+import atexit, os, signal, sys, threading
+path, ends = {!r}
+atexit.register(lambda: open(path, "a").write("exit"))
+threading.Thread(target=lambda: open(path, "a").write("thread ")).start()
+if ends == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(ends)
+"""
+
+
+@pytest.mark.parametrize(("ends", "code"), [(3, 3), (None, 0), ("a text", 1), ("kill", -signal.SIGKILL)])
+def test_a_process_beside_the_workers_ends_as_a_program_does(ends: Any, code: int, tmp_path: Path) -> None:
+    process = launch.start_beside("a program", exec, ENDS.format((str(tmp_path / "said"), ends)), {})
+    with contextlib.closing(process):
+        assert process.join(BOUND) == code
+        assert process.join(0) == code
+    assert ends == "kill" or (tmp_path / "said").read_text() == "thread exit"
+
+
+def test_a_process_beside_the_workers_has_as_many_threads_as_this_one() -> None:
+    """Those of the supervisor's libraries are one, and it has imported torch."""
+    n = torch.get_num_threads()
+    torch.set_num_threads(n + 1)
+    try:
+        code = "from penstock.workers.affinity import thread_numbers; raise SystemExit(thread_numbers() != "
+        code += f"{thread_numbers()})"
+        with contextlib.closing(launch.start_beside("a program", exec, code, {})) as process:
+            assert process.join(BOUND) == 0
+    finally:
+        torch.set_num_threads(n)
 
 
 @pytest.mark.slow

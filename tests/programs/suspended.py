@@ -2,8 +2,6 @@
 Its workers wait for 2 seconds in place of 30 when their panel is silent. On Ray, the program is suspended twice, and
 max_restarts is 1. Over sockets, it is suspended once, and max_restarts is 0. So a suspension may not be a failure."""
 
-import contextlib
-import importlib
 import json
 import os
 import sys
@@ -16,6 +14,7 @@ from torch import nn
 
 from penstock import CategoricalPgAgent, SerialSampler
 from penstock.distributed import Actors, Batch, Experiment, Policies, RunningExperiment, RunState, Training, role
+from penstock.workers import launcher
 
 
 class Model(nn.Module):
@@ -75,8 +74,7 @@ if __name__ == "__main__":
         Policies(n_policies) if n_policies else None,
         seed=0,
     )
-    with contextlib.ExitStack() as stack:
-        if "starter" in sys.modules:  # its workers are forks too
-            stack.enter_context(importlib.import_module("command").forking())
-        run = stack.enter_context(experiment.run(wire=wire, max_restarts=int(wire == "ray")))
+    if "starter" in sys.modules:
+        launcher.shared_supervisor([])  # it is a fork: so now, while this process has one thread
+    with experiment.run(wire=wire, max_restarts=int(wire == "ray")) as run:
         run.wait(partial(say, run))

@@ -9,14 +9,16 @@ import time
 import psutil
 import pytest
 
-from penstock.workers.marking import marked
+from penstock.workers.marking import MarkedProcess, marked
 
+from ..children import exit_code_of_fork
 from ..process.support import SLACK, gone_after
+from ..support import until
 
 # Prints the process ids of marked programs, then those of others; ends when its input ends.
 START = """
     import os, signal, subprocess, threading
-    from penstock.workers.marking import marked
+    from penstock.workers.marking import MarkedProcess, marked
     def program(**how):
         return subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **how)
     with marked, marked:  # as where an environment makes a sampler
@@ -29,6 +31,7 @@ START = """
         os.wait()
         others = [program(env={"PATH": os.environ["PATH"]})]
     others.append(program())
+    games.append(MarkedProcess(["sleep", "600"], stdout=subprocess.DEVNULL))
     ids = [int(game.stdout) if isinstance(game, subprocess.CompletedProcess) else game.pid for game in games]
     print(*ids, *[other.pid for other in others], flush=True)
     os.read(0, 1)
@@ -42,12 +45,12 @@ def test_marked_programs_end_with_the_main_process_and_others_stay(end: str) -> 
     with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, start_new_session=True) as owner:
         assert owner.stdout is not None
         programs = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-        assert len(programs) == 6
+        assert len(programs) == 7
         try:
             assert all(map(is_running, programs))
             owner.communicate(b"x", timeout=30)
-            gone_after([program.pid for program in programs[:4]], time.monotonic(), 5 * SLACK)
-            assert [is_running(program) for program in programs] == [False] * 4 + [True] * 2
+            gone_after([program.pid for program in programs[:5]], time.monotonic(), 5 * SLACK)
+            assert [is_running(program) for program in programs] == [False] * 5 + [True] * 2
         finally:
             for program in filter(is_running, programs):
                 program.kill()
@@ -98,3 +101,13 @@ def test_a_fork_has_programs_of_its_own() -> None:
         os._exit(0)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=30, check=False).returncode == 0
+
+
+def test_a_program_that_hides_is_ended_and_a_fork_does_not_end_it() -> None:
+    """It clears its variables, and ignores SIGTERM."""
+    program = MarkedProcess(["env", "-i", "sh", "-c", "trap '' TERM; while :; do /bin/sleep 1; done"])
+    until(lambda: psutil.Process(program.pid).name() == "sh", "the shell")
+    assert exit_code_of_fork(program.end) == 0
+    assert program.members() == [program.pid]
+    assert program.end(0.05) == []
+    assert program.exit_text() == "SIGKILL"
