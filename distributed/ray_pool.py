@@ -101,6 +101,8 @@ class Shard:
         """The index of its columns in a field of the samples buffer."""
         policies = self.plan.policies
         policy, _, name = path.partition(".") if policies else ("", "", path)
+        if name == "final_obs_taken":  # what the driver's learner has taken: no shard writes it
+            return slice(0)
         cells = self.plan.cells[policies.index(policy) if policies else 0]
         columns = slice(cells.start, cells.stop)
         return columns if name in ("policy_version", "bootstrap_value") else (slice(None), columns)
