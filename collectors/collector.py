@@ -92,8 +92,8 @@ class Collector(MadeByWorker):
 
     def __init__(self, parts: CollectorParts) -> None:
         self.columns, self.progress, self.streams = parts.columns, parts.progress, parts.streams
-        kinds = {"waits": self.waits, "evaluates": self.evaluates}
-        self.recorders = [parts.recorder_cls(policy, **kinds) for policy in parts.policies]
+        options = {"waits": self.waits, "evaluates": self.evaluates}
+        self.recorders = [parts.recorder_cls(policy, **options) for policy in parts.policies]
         self.batch_T = min(recorder.batch_T for recorder in self.recorders)
         self._max_decorrelation_steps, self._log_writer = parts.max_decorrelation_steps, parts.columns.log_writer
         self._actions = tuple(recorder.prev_action for recorder in self.recorders)

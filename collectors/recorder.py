@@ -380,16 +380,16 @@ class Recorder:
 
     def draw(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
         """A random action in `prev_action` for each of these columns. Legal ones, if there is a mask."""
-        policy, mask = self.columns, self._random_mask
+        mask = self._random_mask
         for column in columns:
             if mask is None:
-                row = draw(policy.action_space, rng, 1)
+                row = draw(self.columns.action_space, rng, 1)
             else:
-                observation, uniform = policy.current(column), rng.random((1, mask.n_components))
-                if self._mask is not None and column not in policy.idle and mask.has_none(observation).any():
-                    raise no_legal_action(policy, column)
+                observation, uniform = self.columns.current(column), rng.random((1, mask.n_components))
+                if self._mask is not None and column not in self.columns.idle and mask.has_none(observation).any():
+                    raise no_legal_action(self.columns, column)
                 row = mask.draw(mask.legal(observation), uniform)
-            self.prev_action[column] = 0 if column in policy.idle else row[0]
+            self.prev_action[column] = 0 if column in self.columns.idle else row[0]
 
     def note_random(self, acted: Sequence[int], rewards: Mapping[int, list[float]]) -> Sequence[int]:
         """A random step was made, in which these columns have acted. Add their rewards to those of each column. Returns

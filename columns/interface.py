@@ -248,7 +248,7 @@ class Columns(ABC):
     rounds: Callable[[int], Iterable[int]] = range
     n_rounds: int | None = None  #: in turns: the rounds of this batch so far
     log_writer: EpisodeLogWriter | None = None  #: seeds the episodes, and keeps their actions
-    renewals: Renewals | None = None
+    renewals: Renewals | None = None  #: builds environments again whose game has failed
     #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
     renewable: tuple[type[Exception], ...] = ()
     #: Called with the old environment and the one that was loaded in its place.

@@ -251,7 +251,7 @@ class SingleColumns(ListedColumns, Columns):
         """Reset environment e as `start` says. Returns what its `reset` has returned."""
         if self.log_writer is not None:
             start = self.log_writer.begin(e, start)
-        seed = self._seed_after_renewal(e, start.seed)
+        seed = start.seed if self.renewals is None else self._seed_after_renewal(e, start.seed)
         while True:
             try:
                 result = reset_with(self.envs[e], seed, start.options)

@@ -137,7 +137,7 @@ class Allocation:
     agents: PreparedAgents
     program: SamplerProgram
     worker_data: Sequence[WorkerFactories]  #: by worker rank
-    log_reader: EpisodeLogReader | None  #: the recorded ones, if `seed_episodes=True`
+    log_reader: EpisodeLogReader | None  #: only with `seed_episodes=True`
 
 
 def allocate(arguments: InitArguments, resources: ExitStack) -> Allocation:
