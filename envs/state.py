@@ -226,7 +226,9 @@ def save_env(env: Any) -> tuple[StateKind, bytes]:
     if isinstance(env, ParallelView):
         return save_env(env.env)
     layers = _layers(env)
-    has_both = [all(callable(getattr(type(layer), f"{verb}_state", 0)) for verb in ("get", "set")) for layer in layers]
+    has_both = [
+        all(callable(getattr(cls, f"{verb}_state", None)) for verb in ("get", "set")) for cls in map(type, layers)
+    ]
     n_outside = has_both.index(True) if any(has_both) else None  # how many wrappers are around the outermost such layer
     try:
         if n_outside is None:
