@@ -14,7 +14,6 @@ import gymnasium as gym
 
 from penstock.buffers.tree import snapshot
 from penstock.columns.interface import Columns, End, Events, PolicyEvents, Start
-from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import step_game
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
@@ -111,13 +110,12 @@ class LockStepColumns(Columns):
     """
 
     policies: Sequence[SeatColumns]
-    renewals: Renewals | None = None
-    renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
 
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
         self.policies, self.env_ranks, self.waiting = policies, env_ranks, list[int]()
-        seats = {(int(rank), rank.agent_id): (own, i) for own in policies for i, rank in enumerate(own.env_ranks)}
+        pairs = [(policy, i, rank) for policy in policies for i, rank in enumerate(policy.env_ranks)]
+        seats = {(int(rank), rank.agent_id): (policy, i) for policy, i, rank in pairs}
         self.places: list[dict[AgentId, Place]] = [
             {agent: seats[e, agent] for agent in env.possible_agents} for e, env in zip(env_ranks, envs, strict=True)
         ]
@@ -129,25 +127,25 @@ class LockStepColumns(Columns):
         self.late: list[tuple[int, float]] = []  # rewards of this step for agents that did not act, by environment
         self.over: list[int] = []  # the environments in which nobody is left
         self.cut: list[int] = []  # those whose game has failed in this step
-        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._bound = [
-            (env, env.env, rank, own, list(own), _span(own))
-            for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
+            (env, env.env, rank, places, list(places), _span(places))
+            for env, rank, places in zip(envs, env_ranks, self.places, strict=True)
         ]
         most = max(map(len, self.places))
         self._seen: tuple[list[Any], list[Any]] = [None] * most, [None] * most  # what the agents of a game get
-        self._is_quiet = True  # whether this step has no events so far
+        self._has_events = False  # whether this step has any so far
         self._nobody = [()] * len(policies)
-        for own in policies:
-            own.when_watched = self._watch
+        for policy in policies:
+            policy.when_watched = self._watch
         self._watch()
 
     def _watch(self) -> None:
-        self._is_watched = any(own.on_step or own.keep_info or own.checks.debug for own in self.policies)
-        self._tells_infos = any(own.on_info for own in self.policies)
+        self._is_watched = any(policy.on_step or policy.keep_info or policy.checks.debug for policy in self.policies)
+        self._tells_infos = any(policy.on_info for policy in self.policies)
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
-        return [[column for own, column in self.places[e].values() if own is policy] for policy in self.policies]
+        places = self.places[e].values()
+        return [[column for columns, column in places if columns is policy] for policy in self.policies]
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -160,10 +158,10 @@ class LockStepColumns(Columns):
             start = _START if starts is None else starts[i]
             if start is not _START and self._continue(e, start):
                 continue
-            if self.episodes is not None:
+            if self.log_writer is not None:
                 self.progress.at_env(self.env_ranks[e])
                 self.progress.enter(Phase.RESETTING)
-                start = self.episodes.begin(e, start)
+                start = self.log_writer.begin(e, start)
             self.reset_env(e, start)
         self._words[Progress.PHASE] = phase
         return [policy.take().joined for policy in self.policies]
@@ -171,7 +169,7 @@ class LockStepColumns(Columns):
     def reset_env(self, e: int, start: Start) -> None:
         """Reset environment e; the agents that it lists join."""
         seed, options, phase = start.seed, start.options, Phase.RESETTING
-        if e in self._first_seeds:
+        if self.renewals is not None and e in self.renewals.first_seeds:
             seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         while True:
             env, _, env_rank, *_ = self._bound[e]
@@ -232,17 +230,15 @@ class LockStepColumns(Columns):
     def _continue(self, e: int, start: Start) -> bool:
         """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
         repeated differs. Returns whether it continues."""
-        if start.generation is not None and self.episodes is not None:
-            self.episodes.restart(e, start.generation)
-        env, env_rank = self.envs[e], self.env_ranks[e]
+        if start.generation is not None and self.log_writer is not None:
+            self.log_writer.restart(e, start.generation)
         if start.state is not None:
             kind, data, saved = start.state
-            if (new := self._load(env, kind, data)) is not env:
-                self._use(e, new)
+            self._load(e, kind, data)
         elif start.actions is not None:
-            assert self.episodes is not None
-            game = WholeGame(env, env_rank, self.episodes.agents(e))  # its columns are its own: no hook sees the steps
-            follow(game, start, f"the episode of env_rank {env_rank}")
+            assert self.log_writer is not None
+            game = WholeGame(self.envs[e], self.env_ranks[e], self.log_writer.agents(e))  # no hook sees its steps
+            follow(game, start, f"the episode of env_rank {self.env_ranks[e]}")
             saved = game.columns.save(0)
         else:
             return False
@@ -258,10 +254,6 @@ class LockStepColumns(Columns):
     def _use(self, e: int, env: ParallelView) -> None:
         self.envs[e] = env
         self._bound[e] = (env, env.env, *self._bound[e][2:])
-
-    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
-        first_seed = self._first_seeds.pop(e)
-        return first_seed if seed is None or not self.keeps_seeds else seed
 
     def park(self, envs: Sequence[int]) -> None:
         self.waiting = sorted({*self.waiting, *envs})
@@ -290,8 +282,8 @@ class LockStepColumns(Columns):
     # ---- steps -----------------------------------------------------------------------------
 
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
-        for policy, own in zip(self.policies, actions, strict=True):
-            policy.actions = policy.split_actions(own)
+        for policy, action_row in zip(self.policies, actions, strict=True):
+            policy.actions = policy.split_actions(action_row)
         self.begin_step()
         for e in range(len(self.envs)) if which is None else (which,):
             if self.living[e]:
@@ -299,14 +291,14 @@ class LockStepColumns(Columns):
                     self.step_env(e)
                 except self.renewable as error:
                     self._cut_env(e, error)
-        if self._is_quiet:
+        if not self._has_events:
             return None
         return Events(self.over, [policy.take() for policy in self.policies], self.cut, self.late)
 
     def begin_step(self) -> None:
         """A row begins: nothing has happened in it."""
-        if not self._is_quiet:
-            self.late, self.over, self.cut, self._is_quiet = [], [], [], True
+        if self._has_events:
+            self.late, self.over, self.cut, self._has_events = [], [], [], False
 
     def _cut_env(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
@@ -318,15 +310,8 @@ class LockStepColumns(Columns):
         self.clear(e)
         self.over.append(e)
         self.cut.append(e)
-        self._is_quiet = False
+        self._has_events = True
         self._words[Progress.PHASE] = phase
-
-    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
-        """Build environment e again."""
-        if self.renewals is None or self.renewals.is_exhausted:
-            raise error
-        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._use(e, env)
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""
@@ -421,12 +406,13 @@ class LockStepColumns(Columns):
             if number := require_number(rewards[agent], columns.env_ranks[column]):
                 columns.add_late(column, number)
                 self.late.append((e, number))
-        self.living[e], self._is_quiet = stay, self._is_quiet and not self.late and len(stay) == len(acted)
+        self.living[e] = stay
+        self._has_events = self._has_events or bool(self.late) or len(stay) < len(acted)
         # Who would join, but has ended already, has made no decision.
         ended |= {a for a in listed.difference(acted) if _flag_of(terminated, a) or _flag_of(truncated, a)}
         if joining := [agent for agent in agents if agent not in ended and agent not in acted]:
             self._join(e, joining, observations)
-            self._is_quiet = False
+            self._has_events = True
         if not self.living[e]:
             self.over.append(e)
         elif set(self.living[e]) == listed:
@@ -459,10 +445,10 @@ class WholeGame(gym.Env[Any, Any]):
         progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
         spaces = [view.spaces[agent] for agent in agents]
         self._seats = [
-            SeatColumns([SeatRank(env_rank, agent)], own, progress) for agent, own in zip(agents, spaces, strict=True)
+            SeatColumns([SeatRank(env_rank, agent)], pair, progress) for agent, pair in zip(agents, spaces, strict=True)
         ]
         self.columns, self._view, self._agents = LockStepColumns([view], self._seats, [env_rank]), view, agents
-        self.observation_space, self.action_space = (gym.spaces.Tuple(own) for own in zip(*spaces, strict=True))
+        self.observation_space, self.action_space = (gym.spaces.Tuple(parts) for parts in zip(*spaces, strict=True))
         self.metadata, self.render_mode = view.metadata, getattr(view.env, "render_mode", None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -470,17 +456,17 @@ class WholeGame(gym.Env[Any, Any]):
         return self._seen(), {}
 
     def _seen(self) -> tuple[Any, ...]:
-        return tuple(own.observations[0] for own in self._seats)
+        return tuple(seat.observations[0] for seat in self._seats)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        for own, part in zip(self._seats, action, strict=True):
-            own.actions = [part]
+        for seat, part in zip(self._seats, action, strict=True):
+            seat.actions = [part]
         self.columns.begin_step()
         self.columns.step_env(0)
-        rewards = [require_number(own.rewards[0], own.env_ranks[0]) for own in self._seats]
-        for own in self._seats:
-            own.take()
-            own.blank_idle(None)
+        rewards = [require_number(seat.rewards[0], seat.env_ranks[0]) for seat in self._seats]
+        for seat in self._seats:
+            seat.take()
+            seat.blank_idle(None)
         return self._seen(), rewards, not self.columns.living[0], False, {}
 
     def handed_over(self, action: Any) -> tuple[Any, Any]:
@@ -519,5 +505,5 @@ def _require_consistent(rank: int, flags: tuple[bool, bool], *, is_listed: bool,
 def _span(places: Mapping[AgentId, Place]) -> tuple[SeatColumns, int, int] | None:
     """Where all seats of an environment are, if they are neighbours in the same columns."""
     columns, first = next(iter(places.values()))
-    is_one = all(own is columns for own, _ in places.values())
+    is_one = all(other is columns for other, _ in places.values())
     return (columns, first, first + len(places)) if is_one else None

@@ -161,9 +161,10 @@ def _checked(spaces: Any) -> dict[str, Spaces]:
         raise ConfigError(
             f"spaces of Seats must be a dict {{kind: (observation_space, action_space)}}, got {brief(spaces)}"
         )
-    for name, own in spaces.items():
-        if not (isinstance(own, tuple | list) and len(own) == 2 and all(isinstance(each, gym.Space) for each in own)):
-            raise ConfigError(f"spaces[{name!r}] of Seats must be (observation_space, action_space), got {brief(own)}")
+    for name, pair in spaces.items():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (is_pair and all(isinstance(space, gym.Space) for space in pair)):
+            raise ConfigError(f"spaces[{name!r}] of Seats must be (observation_space, action_space), got {brief(pair)}")
     return dict(spaces)
 
 
@@ -221,10 +222,10 @@ class Seats(_Wrapper):
 
     def _find_spaces(self) -> dict[str, Spaces]:
         self.env.reset()
-        found = dict[str, Spaces]()
+        spaces = dict[str, Spaces]()
         for agent in self.env.agents:
-            found.setdefault(self._kind_of(agent), self._spaces_of(agent))
-        return found
+            spaces.setdefault(self._kind_of(agent), self._spaces_of(agent))
+        return spaces
 
     def _spaces_of(self, agent: Any) -> Spaces:
         return self.env.observation_space(agent), self.env.action_space(agent)
@@ -239,7 +240,7 @@ class Seats(_Wrapper):
 
     def agent_of(self, seat: str) -> Any:
         """The id of the agent in this seat; None if it is free."""
-        return next((agent for agent, own in self._seat_of.items() if own == seat), None)
+        return next((agent for agent, other in self._seat_of.items() if other == seat), None)
 
     # ---- who sits where --------------------------------------------------------------------
 
