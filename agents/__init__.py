@@ -78,8 +78,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         for module in _WITH_TORCH:
-            if (found := vars(import_module(f"penstock.agents.{module}")).get(name)) is not None:
-                return found
+            if (value := vars(import_module(f"penstock.agents.{module}")).get(name)) is not None:
+                return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

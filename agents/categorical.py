@@ -100,8 +100,8 @@ class CategoricalHead(PolicyHead):
         return entropy.sum(-1) if self._is_multi else entropy
 
     def distribution(self, parameters: Sequence[Tensor]) -> Distribution:
-        each = Categorical(logits=parameters[0], validate_args=False)
-        return Independent(each, 1, validate_args=False) if self._is_multi else each
+        categorical = Categorical(logits=parameters[0], validate_args=False)
+        return Independent(categorical, 1, validate_args=False) if self._is_multi else categorical
 
     def _warn_of_probabilities(self, logits: npt.NDArray[Any]) -> None:
         sums = np.add.reduceat(logits, self._first_of_component, axis=1)

@@ -71,8 +71,8 @@ def gaussian_log_prob(x: _Array, mean: _Array, log_std: _Array) -> _Array:
     """
     with np.errstate(all="ignore"):  # checked below
         z = (x - mean) * np.exp(-log_std)
-        each = -0.5 * z * z - log_std - HALF_LOG_2_PI
-        log_prob: _Array = each.reshape(len(each), -1).sum(axis=1)
+        log_probs = -0.5 * z * z - log_std - HALF_LOG_2_PI
+        log_prob: _Array = log_probs.reshape(len(log_probs), -1).sum(axis=1)
     if not np.isfinite(log_prob).all():
         b = int(np.flatnonzero(~np.isfinite(log_prob))[0])
         raise FloatingPointError(

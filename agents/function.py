@@ -49,12 +49,7 @@ class FunctionAgent(Agent):
     _pickled: bytes | None = None
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        parameters: object = None,
-        mask_key: str | None = None,
-        device: None = None,
+        self, fn: Callable[..., Any], *, parameters: object = None, mask_key: str | None = None, device: None = None
     ) -> None:
         if device is not None:
             raise ConfigError(
@@ -170,10 +165,10 @@ def tree_arrays(tree: object, path: str = "") -> dict[str, npt.NDArray[Any]]:
     children = _children(tree)
     if children is None:
         return {path or "array": np.asarray(tree)}
-    found: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for name, part in children:
-        found |= tree_arrays(part, f"{path}.{name}" if path else name)
-    return found
+        arrays |= tree_arrays(part, f"{path}.{name}" if path else name)
+    return arrays
 
 
 def tree_with(tree: Any, arrays: Mapping[str, Any], path: str = "") -> Any:

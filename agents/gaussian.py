@@ -82,12 +82,12 @@ class GaussianHead(PolicyHead):
 
     def distribution(self, parameters: Sequence[Tensor]) -> Distribution:
         mean, log_std = parameters
-        each = Normal(mean, log_std.exp(), validate_args=False)
-        return Independent(each, len(self._box.shape), validate_args=False)
+        normal = Normal(mean, log_std.exp(), validate_args=False)
+        return Independent(normal, len(self._box.shape), validate_args=False)
 
-    def _summed(self, each: Tensor) -> Tensor:
+    def _summed(self, values: Tensor) -> Tensor:
         n = len(self._box.shape)
-        return each.flatten(-n).sum(-1) if n else each
+        return values.flatten(-n).sum(-1) if n else values
 
     def _own_log_std(self, model: nn.Module) -> torch.Tensor:
         log_std = getattr(model, "log_std", None)

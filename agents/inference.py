@@ -119,10 +119,10 @@ def _inline(graph: fx.Graph, node: fx.Node, layer: nn.Module, with_weights: Call
     node.meta["layer"] = _layer(str(node.target), layer)
     if type(layer) not in _FUNCTIONS or len(node.args) != 1 or node.kwargs:
         return
-    found = _FUNCTIONS[type(layer)](layer)
+    call = _FUNCTIONS[type(layer)](layer)
     replacement: Any = node.args[0]
-    if found is not None:
-        function, arguments, keywords = found
+    if call is not None:
+        function, arguments, keywords = call
         with graph.inserting_before(node):
             arguments = (replacement, *map(with_weights, arguments))
             replacement = graph.call_function(function, arguments, keywords)

@@ -1,5 +1,5 @@
-"""Agents around another agent: one that passes every call on, the base of agents that log calls or inject faults, and
-joint policies, which act for all their seats of an environment together."""
+"""Agents around another agent. One passes every call on: the base of agents that log calls or inject faults. Joint
+policies act for all their seats of an environment together."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class JointRuntime(DelegatingRuntime):
 class JointSeats(DelegatingAgent):
     """Columns of seats for a `joint` agent, which gets and returns arrays `[environments, k, ...]`.
 
-    An environment's streams are those of its first seat, and its state is reset with that seat. Workers reset all seats
-    when a game begins, those of absent agents too, and none when an agent joins later.
+    The random streams of an environment are those of its first seat, and the state is reset with that seat. When a game
+    begins, workers reset all seats, also those of absent agents. When an agent joins later, they reset none.
     """
 
     runtime_cls = JointRuntime

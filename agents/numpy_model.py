@@ -413,7 +413,7 @@ class NumpyModel:
         except (TypeError, ValueError, IndexError, KeyError) as error:
             raise self._refusal(node, str(error)) from error
 
-    def _outputs(self, program: Program, values: dict[fx.Node, Any], found: object, inputs: Sequence[Any]) -> Any:
+    def _outputs(self, program: Program, values: dict[fx.Node, Any], result: object, inputs: Sequence[Any]) -> Any:
         """The array or the tuple of arrays that the model returns, without the zeros after the last row."""
 
         def output(part: object) -> Any:
@@ -422,7 +422,7 @@ class NumpyModel:
             array = self._value(program, values, part, inputs)
             return array[: program.rows] if part in self._has_rows else array
 
-        return tuple(map(output, found)) if isinstance(found, tuple | list) else output(found)
+        return tuple(map(output, result)) if isinstance(result, tuple | list) else output(result)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NumpyModel, (self._model,)

@@ -95,14 +95,14 @@ def write_fields(row: Any, value: object, path: str, text: ErrorText) -> None:
         for key, part in fields.items():
             write_fields(parts[str(key)], part, f"{path}.{key}", text)
         return
-    found = _as_array(value, path)
-    if found.shape != row.shape or found.dtype.kind not in "biufc":
-        hint = "" if found.shape == row.shape else ": one row per column"
+    array = _as_array(value, path)
+    if array.shape != row.shape or array.dtype.kind not in "biufc":
+        hint = "" if array.shape == row.shape else ": one row per column"
         raise SpaceError(
-            f"{text.subject} {path} with shape {row.shape} and dtype {row.dtype}, {text.source}, got {found.shape} "
-            f"{found.dtype}{hint}"
+            f"{text.subject} {path} with shape {row.shape} and dtype {row.dtype}, {text.source}, got {array.shape} "
+            f"{array.dtype}{hint}"
         )
-    fitting = as_dtype(found, row.dtype)
+    fitting = as_dtype(array, row.dtype)
     if fitting is None:
-        raise dtype_error(path, found, row.dtype, text.source, text.remedy)
+        raise dtype_error(path, array, row.dtype, text.source, text.remedy)
     row[...] = fitting

@@ -167,14 +167,14 @@ class PgAgent(TorchAgent):
             legal = self._mask.legal_tensor(as_rows(part.env.observation, len(lead))).to(outputs[0].device)
             # Not -inf: the entropy would have no gradient.
             outputs[0] = outputs[0].masked_fill(~legal, torch.finfo(outputs[0].dtype).min)
-        found = head.parameters(self.model, outputs)
+        params = head.parameters(self.model, outputs)
         if len(lead) != 1:
-            found = [each.reshape(*lead, *each.shape[1:]) for each in found]
+            params = [param.reshape(*lead, *param.shape[1:]) for param in params]
         action = torch.as_tensor(part.agent.action)
         action = action if action.device == value.device else action.to(value.device)
-        log_prob = head.log_prob(found, action, part.agent.agent_info)
+        log_prob = head.log_prob(params, action, part.agent.agent_info)
         value = value if value.shape == lead else value.reshape(lead)
-        return EvaluatedSteps(log_prob, value, partial(head.entropy, found), partial(head.distribution, found))
+        return EvaluatedSteps(log_prob, value, partial(head.entropy, params), partial(head.distribution, params))
 
     def _replayed(self, part: Samples) -> tuple[Tensor, ...]:
         """The model's outputs for recorded steps, as rows `[N, ...]`."""
@@ -209,9 +209,9 @@ def replayed_rows(agent: TorchAgent, part: Samples, forms: tuple[tuple[str, ...]
     """The outputs of a model without a state for recorded steps, as rows `[N, ...]`."""
     env = part.env
     inputs = [env.observation, *(previous_inputs(part) if agent._takes_previous else ())]
-    rows = [agent.learner_tensor(each) for each in inputs]
+    rows = [agent.learner_tensor(field) for field in inputs]
     if (n_lead := env.valid.ndim) != 1:
-        rows = [as_rows(each, n_lead) for each in rows]
+        rows = [as_rows(field, n_lead) for field in rows]
     return output_tuple(agent.model(*rows), forms, type(agent).__name__)
 
 

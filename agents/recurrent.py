@@ -248,7 +248,7 @@ class _RecurrentAgent(TorchAgent):
         is_first = ~self._has_stepped[columns]
         recorded[~is_first] = 0
         self._has_stepped[columns] = not self.in_turns  # the recorder clears those that are no first steps
-        # A state that was recorded may be zero too, so the zeros alone do not say where there is none.
+        # A recorded state may be all zeros too, so zeros do not say where none was recorded.
         return {"prev_rnn_state": recorded, "has_rnn_state": is_first}
 
 
@@ -309,7 +309,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
                 f"{list(part.env.valid.shape)}: take sequences, with samples.minibatches(n, length=...)"
             )
         inputs = part.env.observation, *previous_inputs(part)
-        tensors = [self.learner_tensor(each) for each in inputs]
+        tensors = [self.learner_tensor(field) for field in inputs]
         rows = zip(*(x.rows() if isinstance(x, NamedArrays) else x.unbind() for x in tensors), strict=True)
         starts = self.learner_tensor(part.env.prev_done)
         states = RecurrentState(self.model, 1, self._float_dtype)
@@ -321,7 +321,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
             first, *others, state = output_tuple(self.model(*row, state), self._forms, type(self).__name__)
             *others, value = others
             # A log_std may be the same for all columns.
-            columns.append([first, *(each.expand_as(first) for each in others), value])
+            columns.append([first, *(other.expand_as(first) for other in others), value])
         return tuple(torch.cat(rows) for rows in zip(*columns, strict=True))
 
 

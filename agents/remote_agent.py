@@ -70,8 +70,8 @@ class RemoteAgent(Agent):
     def _step_of(self, columns: npt.NDArray[np.intp], inputs: Sequence[Any]) -> AgentStep:
         self._asked[...] = False
         self._asked[columns] = True
-        for own, values in zip(self._inputs, inputs, strict=True):
-            own[columns] = values
+        for target, values in zip(self._inputs, inputs, strict=True):
+            target[columns] = values
         self._request(Request.STEP)
         action, agent_info = self._reply
         return AgentStep(action[columns], agent_info[columns])

@@ -35,8 +35,8 @@ def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
 
 def _remedy(names: Iterable[str], others: Iterable[str]) -> str:
     """What to do about parameters with `others` in place of `names`."""
-    own, new = ([_WRAPPER.sub("", name) for name in each] for each in (names, others))
-    if own != new:
+    old, new = ([_WRAPPER.sub("", name) for name in side] for side in (names, others))
+    if old != new:
         return "Initialize a new sampler for a new model"
     return (
         "A wrapper around the model, or around a part of it, has changed them: leave the agent's model as it was. Call "
@@ -168,5 +168,5 @@ class UnpublishedChanges:
 
     def _has_changes(self) -> bool:
         published, _ = self._parameters.read()
-        own = self._agent._trained_parameters()
-        return any(value.tobytes() != published[name].tobytes() for name, value in own.items() if name in published)
+        trained = self._agent._trained_parameters()
+        return any(value.tobytes() != published[name].tobytes() for name, value in trained.items() if name in published)

@@ -114,8 +114,8 @@ class SquashedGaussianAgent(TorchAgent):
         outputs = replayed_rows(self, part, self._forms)
         mean, log_std = (output.reshape(*lead, *self._box.shape) for output in outputs)
 
-        def summed(each: Tensor) -> Tensor:
-            return each[..., None].flatten(len(lead)).sum(-1)
+        def summed(log_probs: Tensor) -> Tensor:
+            return log_probs[..., None].flatten(len(lead)).sum(-1)
 
         def entropy() -> Tensor:
             # It has no closed form: the mean of the slope over each normal distribution, by Gauss-Hermite quadrature.
@@ -127,10 +127,10 @@ class SquashedGaussianAgent(TorchAgent):
             center, half_range = mean.new_tensor(self._box.center), mean.new_tensor(self._box.half_range)
             # The transforms are cached, so that the tanh of a drawn action is not inverted where it is flat.
             to_bounds = distributions.AffineTransform(center, half_range, cache_size=1)
-            each = distributions.TransformedDistribution(
+            squashed = distributions.TransformedDistribution(
                 distributions.Normal(mean, log_std.exp()), [distributions.TanhTransform(cache_size=1), to_bounds]
             )
-            return distributions.Independent(each, len(self._box.shape))
+            return distributions.Independent(squashed, len(self._box.shape))
 
         # In float64, as when the agent acted: the slope of the tanh may nearly cancel the rest.
         raw, exact_mean, exact_log_std = (x.double() for x in (raw.to(mean.device), mean, log_std))

@@ -290,7 +290,7 @@ class TorchAgent(Agent):
         if self._device is not None:
             try:
                 self.model.to(self._device)
-            except (AssertionError, RuntimeError) as error:  # there is none, or no memory is left there
+            except (AssertionError, RuntimeError) as error:  # there is no such device, or it has no memory left
                 raise ConfigError(f'the model cannot be moved to device="{self._device}": {error}') from error
 
     def _build_model(self) -> nn.Module:
@@ -342,7 +342,7 @@ class TorchAgent(Agent):
     def _first_inputs(self) -> list[Any]:
         """Zeros for one column."""
         inputs = zeros_of(self.observation_space, 1), zeros_of(self.action_space, 1), np.zeros(1, np.float32)
-        return [self._tensor(each) for each in (inputs if self._takes_previous or self.recurrent else inputs[:1])]
+        return [self._tensor(field) for field in (inputs if self._takes_previous or self.recurrent else inputs[:1])]
 
     def forward(
         self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32], state: Any = None
@@ -470,8 +470,8 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        if child is not None and (found := _first_parameter(child)) is not None:
-            return found
+        if child is not None and (parameter := _first_parameter(child)) is not None:
+            return parameter
     return None
 
 

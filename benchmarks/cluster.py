@@ -7,7 +7,7 @@ One Ray serves all contestants. They take short turns in one run, in random orde
 
 - `speed`, `batched`, `instant`, `pixels`: one shard, with one worker. They sample CartPole, Gymnasium's vectorized
   CartPole, an environment that takes no time, and images, in this order. "Inside": the same sampler in an actor of Ray,
-  which returns nothing. "One at a time": `obtain_samples`. "Stream": `stream(max_in_flight=2)`. "RLlib":
+  which returns nothing. "One at a time": `obtain_samples`. "Pieces": `pieces(max_in_flight=2)`. "RLlib":
   `EnvRunnerGroup` with one runner for the same number of environments, on the new API stack, with random actions; if
   `pip install "ray[rllib]"` was done.
 - `slow`: four shards that sleep in their steps; one is 10 times slower, and `min_ready=3`. The ratio is of batches.
@@ -61,7 +61,7 @@ from penstock.distributed.placement import actor_options, connect
 from penstock.envs import BatchedCartPole
 
 PARTS = ("speed", "batched", "instant", "pixels", "slow", "puts", "memory")
-INSIDE, ONE, STREAM, RLLIB = "inside", "one at a time", "stream", "RLlib"
+INSIDE, ONE, PIECES, RLLIB = "inside", "one at a time", "pieces", "RLlib"
 N_CPUS = 16  # that Ray may give away: contestants wait while others have their turn
 
 Turn = dict[str, float]
@@ -187,10 +187,10 @@ class Batches:
 
 
 class Pieces(Batches):
-    """`stream` of a sampler."""
+    """`pieces` of a sampler."""
 
     def turn(self, seconds: float) -> Turn:
-        pieces = self.sampler.stream(max_in_flight=2)
+        pieces = self.sampler.pieces(max_in_flight=2)
         next(pieces)  # from now on, an order always waits in the shard
         turn = metered_turn(partial(self._take, pieces), seconds)
         pieces.close()
@@ -260,7 +260,7 @@ def contestants(part: str) -> dict[str, Callable[[], Contestant]]:
     found: dict[str, Callable[[], Contestant]] = {
         INSIDE: lambda: Inside(work),
         ONE: lambda: Batches(**one),
-        STREAM: lambda: Pieces(**one),
+        PIECES: lambda: Pieces(**one),
     }
     return {**found, RLLIB: lambda: EnvRunners(work)}
 
@@ -289,7 +289,7 @@ def measure(part: str, repeats: int, seconds: float) -> dict[str, list[Turn]]:
 def show(part: str, turns: dict[str, list[Turn]]) -> None:
     """Print the figures of a part as a table."""
     yardstick, unit = next(iter(turns)), "batches" if part == "slow" else "steps"
-    others = [ONE, STREAM] if RLLIB in turns else []
+    others = [ONE, PIECES] if RLLIB in turns else []
     table = Table(title=part, caption=CAPTION)
     headings = ("", f"{unit}/s", "CPU µs a step", f"of {yardstick}")
     for heading in headings:
@@ -341,11 +341,11 @@ def own_bytes() -> int:
 
 
 def memory(batches: int) -> dict[str, list[float]]:
-    """MB of this process at eleven moments, of `obtain_samples` and of `stream`."""
+    """MB of this process at eleven moments, of `obtain_samples` and of `pieces`."""
     found: dict[str, list[float]] = {}
-    for kind in (ONE, STREAM):
+    for kind in (ONE, PIECES):
         contestant = Batches(env_fn=WORKS["speed"].env_fn, batch_T=32, batch_B=32, n_shards=2, n_workers=1)
-        pieces = contestant.sampler.stream(max_in_flight=2)
+        pieces = contestant.sampler.pieces(max_in_flight=2)
         values = []
         for i in range(batches + 1):
             if i % max(1, batches // 10) == 0:

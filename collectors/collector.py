@@ -52,7 +52,7 @@ class CollectorParts:
     recorder_cls: type[Recorder] = Recorder  #: what records the columns of each policy
     #: Where several agents share an environment: the recorders as one.
     group_cls: type[RecorderGroup] | None = None
-    games: Tracker | None = None  #: follows whole games, the environments' own sums of all rewards
+    game_tracker: Tracker | None = None  #: follows whole games, the environments' own sums of all rewards
 
 
 class MadeByWorker:
@@ -93,16 +93,17 @@ class Collector(MadeByWorker):
 
     def __init__(self, parts: CollectorParts) -> None:
         self.columns, self.progress, self.streams = parts.columns, parts.progress, parts.streams
-        self.recorders = [parts.recorder_cls(own, waits=self.waits, evaluates=self.evaluates) for own in parts.policies]
+        options = {"waits": self.waits, "evaluates": self.evaluates}
+        self.recorders = [parts.recorder_cls(policy, **options) for policy in parts.policies]
         self.batch_T = min(recorder.batch_T for recorder in self.recorders)
-        self._max_decorrelation_steps, self._episodes = parts.max_decorrelation_steps, parts.columns.episodes
+        self._max_decorrelation_steps, self._log_writer = parts.max_decorrelation_steps, parts.columns.log_writer
         self._actions = tuple(recorder.prev_action for recorder in self.recorders)
         self._keeps_infos = any(recorder.keeps_infos for recorder in self.recorders)
-        self.games = parts.games
-        # What acts and records: the only recorder, or those of several agents as one.
+        self.game_tracker = parts.game_tracker
+        # What acts and records: the only recorder, or the group of several agents' recorders.
         self._recorder: Recorder | RecorderGroup = self.recorders[0]
-        if parts.group_cls is not None and parts.games is not None:
-            self._recorder = parts.group_cls(self.recorders, parts.games, parts.columns, parts.progress)
+        if parts.group_cls is not None and parts.game_tracker is not None:
+            self._recorder = parts.group_cls(self.recorders, parts.game_tracker, parts.columns, parts.progress)
         if parts.streams.generation and not self.evaluates:  # this worker replaces another
             self._lose_games(range(len(parts.columns.env_ranks)))
 
@@ -164,8 +165,8 @@ class Collector(MadeByWorker):
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         self._recorder.begin_batch(itr)
-        if self._episodes is not None:
-            self._episodes.begin_batch()
+        if self._log_writer is not None:
+            self._log_writer.begin_batch()
 
     def act(self, t: int) -> None:
         """First part of step t: call `agent.step` with row t, and record its actions and agent_info.
@@ -205,8 +206,8 @@ class Collector(MadeByWorker):
         n_sent = recorder.end_batch(T)
         n_rows = T if self.columns.n_rounds is None else self.columns.n_rounds
         self.progress.end_batch(n_rows, recorder.n_steps, ended)
-        if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
-            self._episodes.end_batch([own.samples for own in self.recorders])
+        if self._log_writer is not None:  # last: until here the worker may fail, and its episodes are repeated
+            self._log_writer.end_batch([recorder.samples for recorder in self.recorders])
         self.progress.n_results = n_sent
 
     def end_rows(self, n_rows: int) -> int:
@@ -223,14 +224,14 @@ class Collector(MadeByWorker):
         has another shape, or has a value that would change in the dtype of the field; or if `policy` has no columns
         here.
         """
-        found = [own for own in self.recorders if policy in (None, own.policy)]
-        if len(found) != 1:
-            names = [own.policy for own in self.recorders]
+        recorders = [recorder for recorder in self.recorders if policy in (None, recorder.policy)]
+        if len(recorders) != 1:
+            names = [recorder.policy for recorder in self.recorders]
             raise SpaceError(
                 f"record_extra needs the name of one of the policies {names} of this worker, got {policy!r}: call "
                 "record_extra(t, recorder.policy, ...) for each of self.recorders"
             )
-        found[0].record_extra(t, fields, type(self).__name__)
+        recorders[0].record_extra(t, fields, type(self).__name__)
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -246,9 +247,9 @@ class Collector(MadeByWorker):
     def _lose_games(self, envs: Sequence[int]) -> None:
         """Before the first batch: the games that ran here before are lost. They are reported as cut, so that no agent
         that has ended in them shares (env_rank, number) with one of the next game."""
-        if self.games is not None:
+        if self.game_tracker is not None:
             for e in envs:
-                self.games.cut(e, 1, -1)  # before row 0: no row of this batch belongs to them
+                self.game_tracker.cut(e, 1, -1)  # before row 0: no row of this batch belongs to them
 
     def start_agent(self) -> None:
         """Prepare the agents for the first batch. Runs once, after `start_envs`."""
@@ -270,27 +271,27 @@ class Collector(MadeByWorker):
     def reset_now(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> None:
         """Between two batches: begin episodes in `envs`, ascending. Those that are running there are dropped. `starts`:
         see `columns.reset`."""
-        joined, own = self.columns.reset(envs, starts), [self.columns.columns_of(e) for e in envs]
+        joined, of_envs = self.columns.reset(envs, starts), [self.columns.columns_of(e) for e in envs]
         for p, recorder in enumerate(self.recorders):
-            absent = {column for columns in own for column in columns[p]}.difference(joined[p])
+            absent = {column for columns in of_envs for column in columns[p]}.difference(joined[p])
             recorder.rejoin(joined[p], sorted(absent))
-        if self.games is not None:
+        if self.game_tracker is not None:
             for e in envs:
-                self.games.drop(e)
+                self.game_tracker.drop(e)
 
     def reset_envs(self, seeds: Sequence[int | None], used: Sequence[int] | None = None) -> None:
         """Begin episodes in all environments, or in those of `used`; the others are parked."""
         for recorder in self.recorders:
             recorder.start_afresh()
-        if self.games is not None:
-            self.games.restart()
+        if self.game_tracker is not None:
+            self.game_tracker.restart()
         columns, everyone = self.columns, range(len(self.columns.env_ranks))
         chosen = everyone if used is None or not columns.can_step_one else used
         generation = self.streams.generation
         joined = columns.reset(chosen, [Start(seeds[e], generation=generation) for e in chosen])
         self.progress.enter(Phase.RESETTING)  # what is wrong with a first observation is a fault of the reset
-        for own, recorder in zip(joined, self.recorders, strict=True):
-            for column in own:
+        for joining, recorder in zip(joined, self.recorders, strict=True):
+            for column in joining:
                 recorder.columns.check_column(column)
         if used is not None and len(used) < len(everyone):
             columns.park([e for e in everyone if e not in used])
@@ -307,43 +308,43 @@ class Collector(MadeByWorker):
         A trajectory that is unfinished at the end continues in the first batch, with the steps made here. A trajectory
         that finishes here is dropped.
         """
-        own = self.columns.columns_of(e)
-        rewards: list[dict[int, list[float]]] = [{column: [] for column in columns} for columns in own]
+        env_columns = self.columns.columns_of(e)
+        rewards: list[dict[int, list[float]]] = [{column: [] for column in columns} for columns in env_columns]
         n, totals = int(rng.integers(0, self._max_decorrelation_steps + 1)), list[float]()
-        if self._episodes is not None:
-            self._episodes.plan_steps(e, n)
+        if self._log_writer is not None:
+            self._log_writer.plan_steps(e, n)
         for _ in range(n):
-            self._make_random_step(e, own, rng, rewards, totals)
-        if self.games is not None:
-            self.games.preload(e, totals)
+            self._make_random_step(e, env_columns, rng, rewards, totals)
+        if self.game_tracker is not None:
+            self.game_tracker.preload(e, totals)
         for recorder, kept in zip(self.recorders, rewards, strict=True):
-            for column, found in kept.items():
-                recorder.end_random_steps(column, found)
+            for column, column_rewards in kept.items():
+                recorder.end_random_steps(column, column_rewards)
 
     def _make_random_step(
         self,
         e: int,
-        own: Sequence[Sequence[int]],
+        env_columns: Sequence[Sequence[int]],
         rng: np.random.Generator,
         rewards: Sequence[dict[int, list[float]]],
         totals: list[float],
     ) -> None:
-        """One random step of environment e, which has the columns `own` of each policy. Adds their `rewards`, and the
-        sum of all to `totals`."""
-        recorders, episodes = list(zip(self.recorders, own, rewards, strict=True)), self._episodes
+        """One random step of environment e, which has these columns of each policy. Adds their `rewards`, and the sum
+        of all to `totals`."""
+        recorders, log_writer = list(zip(self.recorders, env_columns, rewards, strict=True)), self._log_writer
         self.progress.begin_random_step(self.columns.env_ranks[e])
         for recorder, columns, _ in recorders:
             recorder.draw(rng, columns)
-        if episodes is not None:
-            episodes.begin_step(e, self._actions)
+        if log_writer is not None:
+            log_writer.begin_step(e, self._actions)
         acting = [[b for b in columns if b not in recorder.columns.idle] for recorder, columns, _ in recorders]
         events = self.columns.step(self._actions, None, e)
         totals.append(0.0 if events is None else sum(reward for _, reward in events.late))
         for i, ((recorder, _, kept), columns) in enumerate(zip(recorders, acting, strict=True)):
             for column in recorder.note_random(columns, kept):
                 totals[-1] += kept[column][-1]
-                if episodes is not None:
-                    episodes.note_reward(e, i, column, kept[column][-1])
+                if log_writer is not None:
+                    log_writer.note_reward(e, i, column, kept[column][-1])
         if events is not None:
             self._settle_random_step(events, rewards, totals)
         for recorder, columns, _ in recorders:
@@ -358,12 +359,12 @@ class Collector(MadeByWorker):
         """Episodes have ended, or begin: drop their trajectories."""
         if events.over:
             totals.clear()
-        for recorder, kept, its in zip(self.recorders, rewards, events.policies, strict=True):
-            recorder.drop(its)
-            kept.update((column, []) for column in (*its.ended, *its.cut))
+        for recorder, kept, policy_events in zip(self.recorders, rewards, events.policies, strict=True):
+            recorder.drop(policy_events)
+            kept.update((column, []) for column in (*policy_events.ended, *policy_events.cut))
         joined = self.columns.reset(events.over)
-        for recorder, its, own in zip(self.recorders, events.policies, joined, strict=True):
-            recorder.begin([*its.joined, *own])
+        for recorder, policy_events, columns in zip(self.recorders, events.policies, joined, strict=True):
+            recorder.begin([*policy_events.joined, *columns])
 
     # ---- what a worker calls -----------------------------------------------------------------
 
@@ -385,28 +386,28 @@ class Collector(MadeByWorker):
         A collector of your own that keeps more adds it here, and restores it in `load_column_state`. One that has other
         methods than its base must define both: otherwise `sampler.state_dict` does not trust them.
         """
-        state: dict[str, Any] = {
-            own.policy: [own.column_state(column) for column in columns] for own, columns in self._columns_in(e)
-        }
-        return state if self.games is None else {**state, "the game": self.games.column_state(e)}
+        pairs = self._columns_in(e)
+        state: dict[str, Any] = {recorder.policy: [*map(recorder.column_state, columns)] for recorder, columns in pairs}
+        return state if self.game_tracker is None else {**state, "the game": self.game_tracker.column_state(e)}
 
     def load_column_state(self, e: int, state: Mapping[str, Any]) -> None:
         """Before the first batch: continue as the environment with this `column_state`."""
         for recorder, columns in self._columns_in(e):
-            for column, own in zip(columns, state[recorder.policy], strict=True):
-                recorder.load_column_state(column, own)
-        if self.games is not None:
-            self.games.load_column_state(e, state["the game"])
+            for column, column_state in zip(columns, state[recorder.policy], strict=True):
+                recorder.load_column_state(column, column_state)
+        if self.game_tracker is not None:
+            self.game_tracker.load_column_state(e, state["the game"])
 
     def agent_states(self, e: int) -> dict[str, list[Any]]:
         """What each agent keeps of its columns of environment e, by policy, to be pickled."""
-        return {own.policy: [own.agent.column_state(b) for b in columns] for own, columns in self._columns_in(e)}
+        pairs = self._columns_in(e)
+        return {recorder.policy: [recorder.agent.column_state(b) for b in columns] for recorder, columns in pairs}
 
     def load_agent_states(self, e: int, states: Mapping[str, Sequence[Any]]) -> None:
         """Continue with these `agent_states`."""
-        for own, columns in self._columns_in(e):
-            for column, state in zip(columns, states[own.policy], strict=True):
-                own.agent.load_column_state(column, state)
+        for recorder, columns in self._columns_in(e):
+            for column, state in zip(columns, states[recorder.policy], strict=True):
+                recorder.agent.load_column_state(column, state)
 
     def _columns_in(self, e: int) -> list[tuple[Recorder, Sequence[int]]]:
         """The recorders that have columns in environment e, with these columns."""
@@ -421,8 +422,8 @@ class Collector(MadeByWorker):
         self.reset_now(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
         self._lose_games(envs)
         self._decorrelate(envs)
-        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
-        for recorder, columns in zip(self.recorders, own, strict=True):
+        for p, recorder in enumerate(self.recorders):
+            columns = [b for e in envs for b in self.columns.columns_of(e)[p]]
             recorder.keep_first_row(columns)
             recorder.streams = replace(recorder.streams, generation=streams.generation)
             if columns:

@@ -92,7 +92,7 @@ class EvalCollector(Collector):
             recorder.agent.reset()
 
     def seed_of(self, e: int) -> int:
-        """The seed of the next trajectory of environment e, which is one of those of all evaluation environments."""
+        """The seed of the next trajectory of environment e. All evaluation environments share one sequence of seeds."""
         return eval_seed(self.streams.seed, self._n_ended[e] * self.limits.n_envs + self.streams.env_ranks[e])
 
     def must_stop(self) -> bool:

@@ -17,12 +17,12 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.slots import BatchColumns, FirstRow
 from penstock.buffers.tree import map_tree
-from penstock.collectors.episode_ends import EpisodeEndRecorder
+from penstock.collectors.end_writer import EndWriter
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import (
     NO_LEGAL_ACTION,
     NOT_FLAGS,
-    EpisodeEnds,
+    BatchedEnds,
     Events,
     PolicyColumns,
     PolicyEvents,
@@ -60,7 +60,7 @@ class Slot:
         # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
         # `columns.write_step` writes and checks.
         self.unchecked = None if columns.checks else self.observations
-        self.ends = EpisodeEndRecorder(samples, agent, columns)
+        self.ends = EndWriter(samples, agent, columns)
         self.write_info = AgentInfoWriter(samples.agent_info).write
         self.env_info = None if samples.env_info is None else InfoWriter(samples.env_info)
         self.extra = samples.extra.to_dict()
@@ -111,12 +111,12 @@ class Recorder:
 
     def use_slot(self, slot: int) -> None:
         """Write the next batch there."""
-        own = self._slots[slot]
-        self.samples = own.samples
-        self._observations, self._unchecked, self._ends = own.observations, own.unchecked, own.ends
-        self._write_info, self._env_info, self._extra = own.write_info, own.env_info, own.extra
-        keep_info = None if own.env_info is None else own.env_info.kept
-        self.columns.watch(self._on_step, keep_info=keep_info, into=own.observations)
+        chosen = self._slots[slot]
+        self.samples = chosen.samples
+        self._observations, self._unchecked, self._ends = chosen.observations, chosen.unchecked, chosen.ends
+        self._write_info, self._env_info, self._extra = chosen.write_info, chosen.env_info, chosen.extra
+        keep_info = None if chosen.env_info is None else chosen.env_info.kept
+        self.columns.watch(self._on_step, keep_info=keep_info, into=chosen.observations)
 
     # ---- a batch ---------------------------------------------------------------------------
 
@@ -213,9 +213,9 @@ class Recorder:
         going: list[int] = []  # `list[int]()` takes many times as long
         self._changed = events.ended
         if ends.__class__ is list:
-            self._record_each(t, ends, going)
+            self._record_ends(t, ends, going)
         elif ends is not None:
-            self._record_rows(t, ends, going)
+            self._record_batched_ends(t, ends, going)
         if self._has_joint_values:
             self._keep_joint_rows(t, events)
         if events.cut:
@@ -242,32 +242,32 @@ class Recorder:
         if t:
             self.samples.observation_rows[t][column] = 0
 
-    def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
-        own, samples, row = self._ends, self.samples, t if self._ends.is_recorded else 0
+    def _record_ends(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
+        writer, samples, row = self._ends, self.samples, t if self._ends.is_recorded else 0
         for column, observation, reward, terminated, truncated in ends:  # no call for each, since these are many
-            own.done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
+            writer.done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
             if terminated:
-                own.terminated[t, column] = True
+                writer.terminated[t, column] = True
             if truncated:
-                own.truncated[t, column] = True
-            if own.has_checks or not put_cell(own.arrays, row, column, observation):
-                self.columns.write_final(own.arrays, row, column, observation)
+                writer.truncated[t, column] = True
+            if writer.has_checks or not put_cell(writer.arrays, row, column, observation):
+                self.columns.write_final(writer.arrays, row, column, observation)
             if truncated and not terminated and samples.final_value is not None:
                 self._at(column)  # the policy's value may be computed here
-                own.value_end(t, column, row, reward)
+                writer.value_end(t, column, row, reward)
             self.prev_action[column] = 0
             if self._on_step is not None:
                 self._at(column)
                 if not self.tracker.on_episode_end(self.first_t + t, column, observation):
                     going.append(column)
 
-    def _record_rows(self, t: int, ends: EpisodeEnds, going: list[int]) -> None:
+    def _record_batched_ends(self, t: int, ends: BatchedEnds, going: list[int]) -> None:
         samples, columns = self.samples, ends.columns
         samples.terminated[t], samples.truncated[t], samples.done[t] = ends.terminated, ends.truncated, ends.done
         self._ends.record_rows(t, ends)
         self.prev_action[columns] = 0
         if self._on_step is not None:
-            for column, observation in zip(columns.tolist(), ends.each(), strict=True):
+            for column, observation in zip(columns.tolist(), ends.finals(), strict=True):
                 if not self.tracker.on_episode_end(self.first_t + t, column, observation):
                     going.append(column)
 
@@ -338,12 +338,12 @@ class Recorder:
         """The values of episodes that were truncated: each seat of their environment counts with what it sees next."""
         samples, k, pending = self.samples, self._n_joint, self._ends.pending
         for t, env in sorted({(t, column // k) for t, column in pending}):
-            own, row = slice(env * k, (env + 1) * k), self._joint_rows[t, env]
-            done = samples.done[t, own]
-            row[done] = samples.final_obs[t, own][done]
-            values = self.agent.value(row, samples.action_rows[t + 1][own], samples.reward_rows[t + 1][own])
-            cut = done & ~samples.terminated[t, own]
-            samples.final_value[t, own][cut] = np.asarray(values)[cut]
+            seats, row = slice(env * k, (env + 1) * k), self._joint_rows[t, env]
+            done = samples.done[t, seats]
+            row[done] = samples.final_obs[t, seats][done]
+            values = self.agent.value(row, samples.action_rows[t + 1][seats], samples.reward_rows[t + 1][seats])
+            cut = done & ~samples.terminated[t, seats]
+            samples.final_value[t, seats][cut] = np.asarray(values)[cut]
         pending.clear()
         self._joint_rows.clear()
 
@@ -381,16 +381,16 @@ class Recorder:
 
     def draw(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
         """A random action in `prev_action` for each of these columns. Legal ones, if there is a mask."""
-        own, mask = self.columns, self._random_mask
+        mask = self._random_mask
         for column in columns:
             if mask is None:
-                row = draw(own.action_space, rng, 1)
+                row = draw(self.columns.action_space, rng, 1)
             else:
-                observation, uniform = own.current(column), rng.random((1, mask.n_components))
-                if self._mask is not None and column not in own.idle and mask.has_none(observation).any():
-                    raise mask_error(own, column, NO_LEGAL_ACTION)
+                observation, uniform = self.columns.current(column), rng.random((1, mask.n_components))
+                if self._mask is not None and column not in self.columns.idle and mask.has_none(observation).any():
+                    raise mask_error(self.columns, column, NO_LEGAL_ACTION)
                 row = mask.draw(mask.legal(observation), uniform)
-            self.prev_action[column] = 0 if column in own.idle else row[0]
+            self.prev_action[column] = 0 if column in self.columns.idle else row[0]
 
     def note_random(self, acted: Sequence[int], rewards: Mapping[int, list[float]]) -> Sequence[int]:
         """A random step was made, in which these columns have acted. Add their rewards to those of each column. Returns

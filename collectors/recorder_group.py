@@ -22,8 +22,8 @@ class RecorderGroup:
 
     stateful = True  # `join` counts the rows of parked games, also if no agent has a state
 
-    def __init__(self, recorders: Sequence[Recorder], games: Tracker, columns: Columns, progress: Progress) -> None:
-        self._recorders, self._games, self._columns, self._progress = recorders, games, columns, progress
+    def __init__(self, recorders: Sequence[Recorder], tracker: Tracker, columns: Columns, progress: Progress) -> None:
+        self._recorders, self._game_tracker, self._columns, self._progress = recorders, tracker, columns, progress
         self._batch_T = min(recorder.batch_T for recorder in recorders)
         # Rewards for agents that did not act, as (row, environment, reward), and where games have ended.
         self._late, self._over = list[tuple[int, int, float]](), list[tuple[int, int]]()
@@ -49,10 +49,10 @@ class RecorderGroup:
             recorder.record_env_info(t)
 
     def record(self, t: int, events: Events) -> Sequence[int]:
-        for recorder, own in zip(self._recorders, events.policies, strict=True):
-            recorder.record(t, Events(events.over, [own]))
+        for recorder, policy_events in zip(self._recorders, events.policies, strict=True):
+            recorder.record(t, Events(events.over, [policy_events]))
         for e in events.cut:
-            self._games.cut(e, max((end + 1 for end, own in self._over if own == e), default=0), t)
+            self._game_tracker.cut(e, max((end + 1 for end, ended in self._over if ended == e), default=0), t)
             for recorder, columns in zip(self._recorders, self._columns.columns_of(e), strict=True):
                 for column in columns:  # also of who had ended: a trajectory may go on (`TrajInfo.traj_done`)
                     recorder.tracker.cut(column, t + 1, t)
@@ -91,17 +91,17 @@ class RecorderGroup:
         rewards, over = self._table(n_rows, self._late, np.float32), self._table(n_rows, self._over, np.bool_)
         columns_of = self._columns.columns_of
         for p, recorder in enumerate(self._recorders):  # a policy's columns of one environment are neighbours
-            firsts = {e: own[p][0] for e in range(rewards.shape[1]) if (own := columns_of(e))[p]}
-            own_rewards = recorder.samples.reward[1 : n_rows + 1]
-            rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
-        return n_sent + self._games.end_rows(rewards, over, self._recorders[0].first_t)
+            firsts = {e: columns[0] for e in range(rewards.shape[1]) if (columns := columns_of(e)[p])}
+            policy_rewards = recorder.samples.reward[1 : n_rows + 1]
+            rewards[:, list(firsts)] += np.add.reduceat(policy_rewards, list(firsts.values()), axis=1)
+        return n_sent + self._game_tracker.end_rows(rewards, over, self._recorders[0].first_t)
 
     def _table(self, n_rows: int, entries: Sequence[tuple[Any, ...]], dtype: Any) -> npt.NDArray[Any]:
         """An array `[n_rows, environments]` with these sums: (row, environment, number), or 1 without a number."""
-        found = np.zeros((n_rows, len(self._columns.env_ranks)), dtype)
+        table = np.zeros((n_rows, len(self._columns.env_ranks)), dtype)
         for t, e, *number in entries:
-            found[t, e] += number[0] if number else True
-        return found
+            table[t, e] += number[0] if number else True
+        return table
 
     def pull(self, version: int = 0) -> int:
         """Returns the version of the first policy."""

@@ -225,7 +225,7 @@ class BatchTracker(Tracker):
 
     def load_column_state(self, column: int, state: Any) -> None:
         self._running[column] = state
-        self._cuts = [own for own in self._cuts if own[0] != column]  # its game goes on
+        self._cuts = [entry for entry in self._cuts if entry[0] != column]  # its game goes on
 
     def end_rows(
         self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None, times: Rows | None = None
@@ -256,8 +256,8 @@ class BatchTracker(Tracker):
             self._put(records)
         return n_cut + len(records)
 
-    def end_unasked(self, ends: Sequence[tuple[int, int, float]]) -> int:
-        """Send trajectories without a step: time step, column and late reward of each. Returns how many."""
+    def send_empty_games(self, ends: Sequence[tuple[int, int, float]]) -> int:
+        """Send the trajectories of games without a step: time step, column and late reward. Returns how many."""
         records = [(t, self._env_ranks[0, column], 0, reward, reward != 0, reward) for t, column, reward in ends]
         if records:
             self._put(np.array(records, RECORD))
@@ -265,7 +265,7 @@ class BatchTracker(Tracker):
 
     def _sum_episodes(self, reward: Rows, done: Rows, first_t: int, valid: Rows | None) -> npt.NDArray[Any]:
         """As the compiled `sum_episodes`, with numpy: row by row."""
-        running, found = self._running, []
+        running, parts = self._running, []
         for t, numbers in enumerate(reward.astype(np.float64)):
             counts = np.ones_like(done[t]) if valid is None else valid[t]
             terms = np.stack([np.ones_like(numbers), numbers, numbers != 0, numbers * running[:, -1]], 1)
@@ -277,8 +277,8 @@ class BatchTracker(Tracker):
             for name, figures in zip(FIGURES, running[ended].T, strict=False):  # the last one is the weight
                 records[name] = figures
             running[ended, :-1], running[ended, -1] = 0, 1
-            found.append(records)
-        return np.concatenate(found) if found else np.empty(0, RECORD)
+            parts.append(records)
+        return np.concatenate(parts) if parts else np.empty(0, RECORD)
 
 
 class ObjectTracker(Tracker):

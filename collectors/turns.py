@@ -67,9 +67,9 @@ class TurnRecorder(Recorder):
         self._parts_of: dict[int, dict[int, _Part]] = {}
         super().__init__(*args, **kwargs)
         self.columns.most_rows, n = self.batch_T, len(self.columns)
-        # The last round of this batch in which somebody has decided, and the rows and columns of these decisions.
-        self._acted: tuple[int, Any, Any] = (-1, [], [])
-        self._lost: list[int] = []  # those of these columns whose game has failed in this round
+        # The newest decisions of this batch: their round, rows and columns.
+        self._decisions: tuple[int, Any, Any] = (-1, [], [])
+        self._failed: list[int] = []  # those of these columns whose game has failed in this round
         self._ends_at = np.zeros((self.batch_T, n), np.int64)  # the round in which a row's episode ends
         self._random: dict[int, list[float]] = {}  # the rewards before a random step that is open
         # What is recorded beside the observation and the action of the decisions that are open.
@@ -90,7 +90,7 @@ class TurnRecorder(Recorder):
     # ---- a batch ---------------------------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
-        samples, seats, self._acted = self.samples, self.columns, (-1, [], [])
+        samples, seats, self._decisions = self.samples, self.columns, (-1, [], [])
         samples.zero_rows()  # what is no decision stays so
         if samples.env_info is not None:
             samples.env_info[...] = 0
@@ -151,7 +151,7 @@ class TurnRecorder(Recorder):
             target[row, at] = source
         if len(asked) > 1:
             self.prev_action[at] = part.actions[0]
-        self._acted, self._lost = (t, row, at), []
+        self._decisions, self._failed = (t, row, at), []
         if self._on_step is not None:
             self._open.agent_info[at] = samples.agent_info[row, at]
             self.tracker.set_agent_info(self._open.agent_info)
@@ -182,12 +182,12 @@ class TurnRecorder(Recorder):
     def record_extra(self, t: int, fields: Mapping[str, Any], owner: str) -> None:
         """Write `fields`, each as `[B, ...]`, into the rows of the decisions of round t."""
         super().record_extra(0, fields, owner)
-        acted, row, at = self._acted
-        for name in fields if acted == t else ():
-            self._extra_row[name][0, self._lost] = 0  # their games have failed in this round
+        last, row, at = self._decisions
+        for name in fields if last == t else ():
+            self._extra_row[name][0, self._failed] = 0  # their games have failed in this round
             self.samples.extra[name][row, at] = self._extra_row[name][0, at]
 
-    def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
+    def _record_ends(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
         for column, observation, reward, terminated, truncated in ends:
             row = self.columns.rows[column] - 1
             self._at(column)
@@ -207,7 +207,7 @@ class TurnRecorder(Recorder):
     def _record_cut(self, t: int, column: int) -> None:
         """The open decision is lost. The next decision is written into its row."""
         samples, row = self.samples, max(self.columns.rows[column], 0)
-        self._lost.append(column)
+        self._failed.append(column)
         self.tracker.cut(column, self._ends.cut(row, column), row - 1)
         self._ends.done[row, column], samples.valid[row, column] = False, True
         samples.observation[row, column], samples.action[row + 1, column], self._beside()[row, column] = 0, 0, 0
@@ -274,10 +274,10 @@ class TurnRecorder(Recorder):
         first, is_start = self._first_row, self._first_row.episode_start
         action, reward = map_leaves(np.copy, first.action), np.where(is_start, np.float32(0), first.reward)
         action[is_start] = 0
-        found = np.array(self.agent.value(samples.observation_rows[-1], action, reward), np.float32)
+        value = np.array(self.agent.value(samples.observation_rows[-1], action, reward), np.float32)
         if "value" in samples.agent_info:  # as it was when the agent decided: a state has gone on since
-            found[is_open] = self._open.agent_info.value[is_open]
-        values[...] = np.where(is_next, found, 0)
+            value[is_open] = self._open.agent_info.value[is_open]
+        values[...] = np.where(is_next, value, 0)
 
     # ---- before the first row --------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class TurnGroup(RecorderGroup):
 
     _columns: TurnColumns
     _recorders: Sequence[TurnRecorder]
-    _games: BatchTracker
+    _game_tracker: BatchTracker
 
     def begin_batch(self, itr: int) -> None:
         self._columns.begin_rows(goes_on=self._recorders[0].first_t > 0)
@@ -333,7 +333,8 @@ class TurnGroup(RecorderGroup):
         columns.late = []
         n_sent = sum([recorder.end_batch(n_rows) for recorder in self._recorders])
         rewards, over = self._table(n, columns.sums, np.float32), self._table(n, self._over, np.bool_)
-        is_unasked = self._table(n, [(t, e) for t, e, _ in columns.unasked], np.bool_)
-        valid = (np.arange(n)[:, None] < columns.plies + is_unasked.sum(0)) & ~is_unasked
-        n_sent += self._games.end_rows(rewards, over, first_t, valid)
-        return n_sent + self._games.end_unasked([(first_t + t - 1, e, reward) for t, e, reward in columns.unasked])
+        is_empty = self._table(n, [(t, e) for t, e, _ in columns.empty_games], np.bool_)
+        valid = (np.arange(n)[:, None] < columns.plies + is_empty.sum(0)) & ~is_empty
+        n_sent += self._game_tracker.end_rows(rewards, over, first_t, valid)
+        empty_games = [(first_t + t - 1, e, reward) for t, e, reward in columns.empty_games]
+        return n_sent + self._game_tracker.send_empty_games(empty_games)

@@ -15,7 +15,7 @@ from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import map_tree, snapshot, tree_leaves
-from penstock.columns.interface import Columns, EpisodeEnds, Events, PolicyColumns, PolicyEvents, Start, StepHook
+from penstock.columns.interface import BatchedEnds, Columns, Events, PolicyColumns, PolicyEvents, Start, StepHook
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, reset_with, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
 from penstock.envs.examples import example_of
@@ -79,8 +79,8 @@ class BatchedColumns(PolicyColumns, Columns):
         self.idle: list[int] = []
         self._was_idle = self.idle  # in the last step
         self._resetting: list[int] = []  # the columns that the next step only resets (`AutoresetMode.NEXT_STEP`)
-        self._own = PolicyEvents()
-        self._events = Events([], (self._own,))
+        self._policy_events = PolicyEvents()
+        self._events = Events([], (self._policy_events,))
 
     def _use(self, e: int, env: Any) -> None:
         self.env, self.envs, self._step_into = env, [env], step_into_of(env, self.env_ranks[0])
@@ -156,11 +156,7 @@ class BatchedColumns(PolicyColumns, Columns):
         words[Progress.PHASE] = phase
 
     def _reset(
-        self,
-        rows: Sequence[int],
-        seeds: Sequence[int | None],
-        options: Mapping[str, Any] | None,
-        form: SeedForm | None,
+        self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None, form: SeedForm | None
     ) -> Any:
         """Reset these rows, with their seeds in this form. None: without seeds."""
         given: list[Any] = [None if form is None else form(seeds)]
@@ -254,19 +250,19 @@ class BatchedColumns(PolicyColumns, Columns):
         ends = self._step_rows(actions[0], None if row is None or self.into is None else (self.into, row))
         if ends is None and not joined:
             return None
-        own = self._own
-        own.ends, own.joined = ends, joined
+        policy_events = self._policy_events
+        policy_events.ends, policy_events.joined = ends, joined
         if ends is None:
-            self._events.over = own.ended = []
+            self._events.over = policy_events.ended = []
             return self._events
-        self._events.over, own.ended = ends.columns.tolist(), ends.columns
+        self._events.over, policy_events.ended = ends.columns.tolist(), ends.columns
         if self._resets_itself:
             self._over = self._events.over
         if self._resets_at_once:
-            own.joined = self._events.over
+            policy_events.joined = self._events.over
         return self._events
 
-    def _step_rows(self, action_row: ArrayTree, into: tuple[Any, int] | None) -> EpisodeEnds | None:
+    def _step_rows(self, action_row: ArrayTree, into: tuple[Any, int] | None) -> BatchedEnds | None:
         self.progress.at_env(self.env_ranks[0])
         on_step = self.on_step
         is_plain = action_row.__class__ is np.ndarray  # the usual case
@@ -324,12 +320,12 @@ class BatchedColumns(PolicyColumns, Columns):
         terminated: npt.NDArray[Any],
         truncated: npt.NDArray[Any],
     ) -> None:
-        each_action = list(iterate(self.env.action_space, actions))
+        env_actions = list(iterate(self.env.action_space, actions))
         rewards = self.rewards
         for b, observation in enumerate(iterate(self.env.observation_space, before)):
             if b not in self.idle:
                 info = info_of(self.infos, b)
-                on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
+                on_step(b, observation, env_actions[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
 
     def _ends(
         self,
@@ -337,8 +333,8 @@ class BatchedColumns(PolicyColumns, Columns):
         done: npt.NDArray[Any],
         terminated: npt.NDArray[Any],
         truncated: npt.NDArray[Any],
-    ) -> EpisodeEnds:
-        ends = EpisodeEnds()
+    ) -> BatchedEnds:
+        ends = BatchedEnds()
         ends.done, ends.terminated, ends.truncated, ends.columns = done, terminated, truncated, columns
         ends.final = self.infos.get("final_obs") if self._resets_at_once else self.observations
         ends.reward, ends.observation = np.asarray(self.rewards)[columns], self._final_rows(columns, ends.final)
@@ -352,16 +348,16 @@ class BatchedColumns(PolicyColumns, Columns):
         if not self.checks and _is_batch(final):
             self._write_batch(self._final_arrays, 0, final, name)
             return self._final[0][columns]
-        each = [element(final, b) for b in columns.tolist()]
-        for b, observation in zip(columns.tolist(), each, strict=True):
+        observations = [element(final, b) for b in columns.tolist()]
+        for b, observation in zip(columns.tolist(), observations, strict=True):
             if observation is None:
                 raise SpaceError(
                     f"the batched environment gave no final_obs for env_rank {self.env_ranks[b]}, whose episode ended"
                 )
         arrays = map_tree(lambda array: array[:, : len(columns)], self._final_arrays)
         try:
-            write_row(arrays, 0, each, name)
-            check_row(self.checks, self.observation_space, arrays, 0, each, name)
+            write_row(arrays, 0, observations, name)
+            check_row(self.checks, self.observation_space, arrays, 0, observations, name)
         except ColumnError as error:
             raise self.with_env_rank(int(columns[error.column]), error) from None
         return self._final[0][: len(columns)]
@@ -374,9 +370,9 @@ class BatchedColumns(PolicyColumns, Columns):
     def write_row(self, arrays: object, t: int) -> None:
         self._write_batch(arrays, t, self.observations, "observation")
         if self.checks:
-            each = list(iterate(self.env.observation_space, self.observations))
+            observations = list(iterate(self.env.observation_space, self.observations))
             try:
-                check_row(self.checks, self.observation_space, arrays, t, each)
+                check_row(self.checks, self.observation_space, arrays, t, observations)
             except ColumnError as error:
                 raise self.with_env_rank(error.column, error) from None
 
@@ -415,7 +411,7 @@ class BatchedColumns(PolicyColumns, Columns):
 
 
 def _without(some: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Those of `some`, ascending, that are not in `others`."""
+    """`some` without `others`, ascending."""
     return sorted(set(some).difference(others))
 
 

@@ -63,11 +63,7 @@ class EnvBuilder:
         return env
 
     def build_view(
-        self,
-        factory: EnvFactory,
-        spaces: Mapping[AgentId, Any],
-        context: EnvContext,
-        phase: Phase = Phase.BUILDING,
+        self, factory: EnvFactory, spaces: Mapping[AgentId, Any], context: EnvContext, phase: Phase = Phase.BUILDING
     ) -> ParallelView:
         """One environment of several agents. `spaces` has those of each agent in the example environment. Raises
         `SpaceError` if the new environment has other agents or other spaces."""
@@ -80,10 +76,10 @@ class EnvBuilder:
                 "several agents in the main process: it must return the same kind everywhere"
             )
         for agent in {**env.spaces, **spaces}:
-            own, of_example = env.spaces.get(agent, "none"), spaces.get(agent, "none")
-            if own != of_example:
+            built, of_example = env.spaces.get(agent, "none"), spaces.get(agent, "none")
+            if built != of_example:
                 raise SpaceError(
-                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {own}, but in the example "
+                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {built}, but in the example "
                     f"environment of the main process it has {of_example}: possible_agents and their spaces must be "
                     "the same"
                 )
@@ -91,9 +87,9 @@ class EnvBuilder:
 
     def _check_spaces(self, env: object, context: EnvContext, prefix: str = "") -> None:
         for name, space in self._spaces.items():
-            if not _are_equal(own := getattr(env, f"{prefix}{name}"), space):
+            if not _are_equal(other := getattr(env, f"{prefix}{name}"), space):
                 raise SpaceError(
-                    f"the {name} of env_rank {context.env_rank} is {own}, that of the example environment, or of the "
+                    f"the {name} of env_rank {context.env_rank} is {other}, that of the example environment, or of the "
                     f"argument `spaces`, is {space}: all environments must have the same spaces"
                 )
 
@@ -146,8 +142,8 @@ class EnvBuilder:
             raise failed[1]
 
 
-def _are_equal(own: Any, space: gym.Space[Any]) -> bool:
-    """Whether `own == space`. Bounds are compared exactly first: with Gymnasium's tolerance it takes much longer."""
-    if type(own) is type(space) is Box and own.dtype == space.dtype and np.array_equal(own.low, space.low):
-        return np.array_equal(own.high, space.high) or bool(own == space)
-    return bool(own == space)
+def _are_equal(other: Any, space: gym.Space[Any]) -> bool:
+    """Whether `other == space`. Bounds are compared exactly first: with Gymnasium's tolerance it takes much longer."""
+    if type(other) is type(space) is Box and other.dtype == space.dtype and np.array_equal(other.low, space.low):
+        return np.array_equal(other.high, space.high) or bool(other == space)
+    return bool(other == space)

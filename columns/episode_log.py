@@ -44,14 +44,14 @@ class EpisodeLog:
     ) -> None:
         """`policies`: the arrays of each in a slot, of which `action` is `[rows, columns, ...]`. `table` says who sits
         where. `sizes`: the number of slots, and `batch_T`. `n_before` is the most steps before the first batch."""
-        n, float32, actions = len(table.agents), np.dtype(np.float32), [own.action for own in policies]
-        leaves = [leaf for own in actions for _, leaf in NamedArrays(action=own).leaves()]
+        n, float32, actions = len(table.agents), np.dtype(np.float32), [arrays.action for arrays in policies]
+        leaves = [leaf for action in actions for _, leaf in NamedArrays(action=action).leaves()]
         n_bytes = (sum(leaf[0].nbytes for leaf in leaves) + sum(map(len, table.agents)) * float32.itemsize) // n
         self.seats, self.agents = [table.places(b) for b in range(n)], table.agents
         self.has_games = table.agents[0][0] is not None
         self.n_before, (n_slots, self.batch_T) = n_before, sizes
         self.n_rows = n_rows = self.batch_T + max(n_before, min(_MOST_STEPS, _MOST_BYTES // n_bytes))
-        own_rows = {
+        policy_rows = {
             f"_{p}": NamedArrays(
                 reward=ArraySpec((n_rows, len(_first(action)[0])), float32),
                 action=map_leaves(lambda leaf: ArraySpec((n_rows, *leaf.shape[1:]), leaf.dtype), action),
@@ -62,7 +62,7 @@ class EpisodeLog:
             words=ArraySpec((n, _WORDS), np.dtype(np.int64)),
             # For each row of a batch, the number of its episode, and the seed and the plan of the reset that began it.
             begun=ArraySpec((n_slots, self.batch_T, n, 3), np.dtype(np.int64)),
-            policies=NamedArrays(own_rows),
+            policies=NamedArrays(policy_rows),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the episode log (seed_episodes=True)")
         self.plan = Mailbox()
@@ -92,8 +92,8 @@ class EpisodeLog:
     def write_env(self, env: int, start: int, actions: Any, rewards: npt.NDArray[Any]) -> None:
         """Worker: write what `read` has returned, from position `start` on."""
         for i, (p, column) in enumerate(self.seats[env]):
-            own = (actions[f"_{i}"], rewards[:, i]) if self.has_games else (actions, rewards)
-            self.write(p, column, start, *own)
+            rows = (actions[f"_{i}"], rewards[:, i]) if self.has_games else (actions, rewards)
+            self.write(p, column, start, *rows)
 
     def write(self, p: int, columns: slice | int, start: int, action: ArrayTree, reward: npt.NDArray[Any]) -> None:
         """Worker: write rows `[n, ...]` of actions and rewards of policy p, from position `start` on."""

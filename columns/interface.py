@@ -21,10 +21,10 @@ from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.envs.state import StateKind, load_env
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.workers.control import Progress
+from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
-    from penstock.columns.episodes import EpisodeRecorder
+    from penstock.columns.log_writer import EpisodeLogWriter
     from penstock.columns.renewal import Renewals
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
@@ -56,7 +56,7 @@ class Start(NamedTuple):
     generation: int | None = None
 
 
-class EpisodeEnds:
+class BatchedEnds:
     """The episodes that ended in one step of a batched environment."""
 
     __slots__ = ("columns", "done", "final", "observation", "reward", "terminated", "truncated")
@@ -69,7 +69,7 @@ class EpisodeEnds:
     observation: Any  #: `[k, ...]`, the final observations, as they are recorded
     final: Any  #: the final observations as the environment returned them, for all columns
 
-    def each(self) -> list[Any]:
+    def finals(self) -> list[Any]:
         """The final observations one by one, in the environment's own structure."""
         return [element(self.final, b) for b in self.columns.tolist()]
 
@@ -83,7 +83,7 @@ class PolicyEvents:
     __slots__ = ("cut", "ended", "ends", "joined", "late")
 
     ended: Any  #: the columns whose episode has ended: a list or an array
-    ends: Any  #: how: a list of `End`, or `EpisodeEnds`; None: nothing has ended
+    ends: Any  #: how: a list of `End`, or `BatchedEnds`; None: nothing has ended
     joined: Sequence[int]  #: the columns in which an episode begins with this step's observation
     cut: Sequence[int]  #: the columns whose game has failed: this step has no result
     late: Sequence[tuple[int, float]]  #: pairs (column, reward): rewards for agents that do not act
@@ -251,13 +251,12 @@ class Columns(ABC):
     #: The numbers of the rows of a batch with so many rows. In turns: of its rounds, as many as it needs.
     rounds: Callable[[int], Iterable[int]] = range
     n_rounds: int | None = None  #: in turns: the rounds of this batch so far
-    episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
-    #: Called with the old environment and the one that was loaded in its place.
-    when_replaced: Callable[[Any, Any], None] | None = None
+    log_writer: EpisodeLogWriter | None = None  #: seeds the episodes, and keeps their actions
     renewals: Renewals | None = None  #: builds environments again whose game has failed
     #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
     renewable: tuple[type[Exception], ...] = ()
-    _first_seeds: dict[int, int]  # of environments that were built again, and not reset yet
+    #: Called with the old environment and the one that was loaded in its place.
+    when_replaced: Callable[[Any, Any], None] | None = None
 
     @abstractmethod
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
@@ -279,18 +278,19 @@ class Columns(ABC):
         Raises `ConfigError` if this kind of environment cannot be saved."""
         raise ConfigError(f"environments in {type(self).__name__} cannot be saved")
 
+    @abstractmethod
     def _use(self, e: int, env: Any) -> None:
-        """`env` is environment e from now on."""
+        """Step `env` in the place of environment e from now on."""
 
     def _saved(self, e: int, start: Start) -> Any:
-        """What `save` has returned, if `start` says that environment e continues a saved run, which is loaded here.
-        None: it does not, or its episode is repeated."""
-        if start.generation is not None and self.episodes is not None:
-            self.episodes.restart(e, start.generation)
+        """What `save` has returned, if `start` says that environment e continues a saved run: it is loaded here. None:
+        it does not, or its episode is repeated."""
+        if start.generation is not None and self.log_writer is not None:
+            self.log_writer.restart(e, start.generation)
         if start.state is None:
             return None
-        (kind, data, saved), env = start.state, self.envs[e]
-        if (new := load_env(env, kind, data)) is not env:
+        kind, data, saved = start.state
+        if (new := load_env(env := self.envs[e], kind, data)) is not env:
             if self.when_replaced is not None:
                 self.when_replaced(env, new)
             self._use(e, new)
@@ -300,12 +300,13 @@ class Columns(ABC):
         """The game of environment e has failed with `error`: build it again."""
         if self.renewals is None or self.renewals.is_exhausted:
             raise error
-        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._use(e, env)
+        self._use(e, self.renewals.renew(e, self.envs[e], error, is_cut=is_cut))
 
     def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
         """The seed of the next reset. The first one of a new environment waits for its game."""
-        first_seed = self._first_seeds.pop(e, seed)
+        if self.renewals is None or (first_seed := self.renewals.first_seeds.pop(e, None)) is None:
+            return seed
+        self.progress.words[Progress.PHASE] = Phase.RENEWING
         return first_seed if seed is None or not self.keeps_seeds else seed
 
     @abstractmethod

@@ -32,6 +32,7 @@ class Renewals:
     worker_rank: int
     progress: Progress
     is_exhausted: bool = False  #: whether there were too many: no error is caught any more
+    first_seeds: dict[int, int] = field(default_factory=dict)  #: of environments that have not been reset since
     _history: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
     _failed_starts: dict[int, int] = field(default_factory=dict)  # since the last reset that succeeded
 
@@ -39,9 +40,9 @@ class Renewals:
         """The environment was reset: its game has started."""
         self._failed_starts.pop(column, None)
 
-    def renew(self, column: int, old: object, error: Exception, *, is_cut: bool) -> tuple[Any, int]:
-        """Close the environment, whose game has failed with `error`, and build it again. Returns it and the seed of its
-        first reset. `is_cut`: an episode has ended with it.
+    def renew(self, column: int, old: object, error: Exception, *, is_cut: bool) -> Any:
+        """Close the environment, whose game has failed with `error`, and build it again. Returns it. `is_cut`: an
+        episode has ended with it.
 
         Raises `GameError` if there were too many renewals of this environment.
         """
@@ -70,6 +71,7 @@ class Renewals:
             seed = self.streams.renewal_seed(column, self.purpose, len(history))
             context = EnvContext(env_rank, self.worker_rank, seed, self.purpose)
             try:
-                return self.builder.renew(old, self.builds[column], context), seed
+                env, self.first_seeds[column] = self.builder.renew(old, self.builds[column], context), seed
+                return env
             except self.errors as another:  # the new game has failed at its start
                 error, old, is_cut = another, None, False

@@ -114,7 +114,8 @@ class LockStepColumns(Columns):
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
         self.policies, self.env_ranks, self.waiting = policies, env_ranks, list[int]()
-        seats = {(int(rank), rank.agent_id): (own, i) for own in policies for i, rank in enumerate(own.env_ranks)}
+        pairs = [(policy, i, rank) for policy in policies for i, rank in enumerate(policy.env_ranks)]
+        seats = {(int(rank), rank.agent_id): (policy, i) for policy, i, rank in pairs}
         self.places: list[dict[AgentId, Place]] = [
             {agent: seats[e, agent] for agent in env.possible_agents} for e, env in zip(env_ranks, envs, strict=True)
         ]
@@ -126,25 +127,25 @@ class LockStepColumns(Columns):
         self.late: list[tuple[int, float]] = []  # rewards of this step for agents that did not act, by environment
         self.over: list[int] = []  # the environments in which nobody is left
         self.cut: list[int] = []  # those whose game has failed in this step
-        self._first_seeds = {}
         self._bound = [
-            (env, env.env, rank, own, list(own), _span(own))
-            for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
+            (env, env.env, rank, places, list(places), _span(places))
+            for env, rank, places in zip(envs, env_ranks, self.places, strict=True)
         ]
         most = max(map(len, self.places))
         self._seen: tuple[list[Any], list[Any]] = [None] * most, [None] * most  # what the agents of a game get
-        self._is_quiet = True  # whether this step has no events so far
+        self._has_events = False  # whether this step has any so far
         self._nobody = [()] * len(policies)
-        for own in policies:
-            own.when_watched = self._watch
+        for policy in policies:
+            policy.when_watched = self._watch
         self._watch()
 
     def _watch(self) -> None:
-        self._is_watched = any(own.on_step or own.keep_info or own.checks.debug for own in self.policies)
-        self._tells_infos = any(own.on_info for own in self.policies)
+        self._is_watched = any(policy.on_step or policy.keep_info or policy.checks.debug for policy in self.policies)
+        self._tells_infos = any(policy.on_info for policy in self.policies)
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
-        return [[column for own, column in self.places[e].values() if own is policy] for policy in self.policies]
+        places = self.places[e].values()
+        return [[column for columns, column in places if columns is policy] for policy in self.policies]
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -157,10 +158,10 @@ class LockStepColumns(Columns):
             start = _START if starts is None else starts[i]
             if start is not _START and self._continue(e, start):
                 continue
-            if self.episodes is not None:
+            if self.log_writer is not None:
                 self.progress.at_env(self.env_ranks[e])
                 self.progress.enter(Phase.RESETTING)
-                start = self.episodes.begin(e, start)
+                start = self.log_writer.begin(e, start)
             self.reset_env(e, start)
         self._words[Progress.PHASE] = phase
         return [policy.take().joined for policy in self.policies]
@@ -168,7 +169,7 @@ class LockStepColumns(Columns):
     def reset_env(self, e: int, start: Start) -> None:
         """Reset environment e; the agents that it lists join."""
         seed, options, phase = start.seed, start.options, Phase.RESETTING
-        if e in self._first_seeds:
+        if self.renewals is not None and e in self.renewals.first_seeds:
             seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         while True:
             env, _, env_rank, *_ = self._bound[e]
@@ -233,9 +234,8 @@ class LockStepColumns(Columns):
         if start.state is None:
             if start.actions is None:
                 return False
-            assert self.episodes is not None
-            # Its columns are its own: no hook sees the steps.
-            game = WholeGame(self.envs[e], env_rank, self.episodes.agents(e))
+            assert self.log_writer is not None
+            game = WholeGame(self.envs[e], env_rank, self.log_writer.agents(e))  # no hook sees its steps
             follow(game, start, f"the episode of env_rank {env_rank}")
             saved = game.columns.save(0)
         self.clear(e)
@@ -278,8 +278,8 @@ class LockStepColumns(Columns):
     # ---- steps -----------------------------------------------------------------------------
 
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
-        for policy, own in zip(self.policies, actions, strict=True):
-            policy.actions = policy.split_actions(own)
+        for policy, action_row in zip(self.policies, actions, strict=True):
+            policy.actions = policy.split_actions(action_row)
         self.begin_step()
         for e in range(len(self.envs)) if which is None else (which,):
             if self.living[e]:
@@ -287,14 +287,14 @@ class LockStepColumns(Columns):
                     self.step_env(e)
                 except self.renewable as error:
                     self._cut_env(e, error)
-        if self._is_quiet:
+        if not self._has_events:
             return None
         return Events(self.over, [policy.take() for policy in self.policies], self.cut, self.late)
 
     def begin_step(self) -> None:
         """A row begins: nothing has happened in it."""
-        if not self._is_quiet:
-            self.late, self.over, self.cut, self._is_quiet = [], [], [], True
+        if self._has_events:
+            self.late, self.over, self.cut, self._has_events = [], [], [], False
 
     def _cut_env(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
@@ -306,7 +306,7 @@ class LockStepColumns(Columns):
         self.clear(e)
         self.over.append(e)
         self.cut.append(e)
-        self._is_quiet = False
+        self._has_events = True
         self._words[Progress.PHASE] = phase
 
     def step_env(self, e: int) -> None:
@@ -394,12 +394,13 @@ class LockStepColumns(Columns):
             if number := require_number(rewards[agent], columns.env_ranks[column]):
                 columns.add_late(column, number)
                 self.late.append((e, number))
-        self.living[e], self._is_quiet = stay, self._is_quiet and not self.late and len(stay) == len(acted)
+        self.living[e] = stay
+        self._has_events = self._has_events or bool(self.late) or len(stay) < len(acted)
         # Who would join, but has ended already, has made no decision.
         ended |= {a for a in listed.difference(acted) if _flag_of(terminated, a) or _flag_of(truncated, a)}
         if joining := [agent for agent in agents if agent not in ended and agent not in acted]:
             self._join(e, joining, observations)
-            self._is_quiet = False
+            self._has_events = True
         if not self.living[e]:
             self.over.append(e)
         elif set(self.living[e]) == listed:
@@ -432,10 +433,10 @@ class WholeGame(gym.Env[Any, Any]):
         progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
         spaces = [view.spaces[agent] for agent in agents]
         self._seats = [
-            SeatColumns([SeatRank(env_rank, agent)], own, progress) for agent, own in zip(agents, spaces, strict=True)
+            SeatColumns([SeatRank(env_rank, agent)], pair, progress) for agent, pair in zip(agents, spaces, strict=True)
         ]
         self.columns, self._view, self._agents = LockStepColumns([view], self._seats, [env_rank]), view, agents
-        self.observation_space, self.action_space = (gym.spaces.Tuple(own) for own in zip(*spaces, strict=True))
+        self.observation_space, self.action_space = (gym.spaces.Tuple(parts) for parts in zip(*spaces, strict=True))
         self.metadata, self.render_mode = view.metadata, getattr(view.env, "render_mode", None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -443,17 +444,17 @@ class WholeGame(gym.Env[Any, Any]):
         return self._seen(), {}
 
     def _seen(self) -> tuple[Any, ...]:
-        return tuple(own.observations[0] for own in self._seats)
+        return tuple(seat.observations[0] for seat in self._seats)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        for own, part in zip(self._seats, action, strict=True):
-            own.actions = [part]
+        for seat, part in zip(self._seats, action, strict=True):
+            seat.actions = [part]
         self.columns.begin_step()
         self.columns.step_env(0)
-        rewards = [require_number(own.rewards[0], own.env_ranks[0]) for own in self._seats]
-        for own in self._seats:
-            own.take()
-            own.blank_idle(None)
+        rewards = [require_number(seat.rewards[0], seat.env_ranks[0]) for seat in self._seats]
+        for seat in self._seats:
+            seat.take()
+            seat.blank_idle(None)
         return self._seen(), rewards, not self.columns.living[0], False, {}
 
     def handed_over(self, action: Any) -> tuple[Any, Any]:
@@ -492,5 +493,5 @@ def _require_consistent(rank: int, flags: tuple[bool, bool], *, is_listed: bool,
 def _span(places: Mapping[AgentId, Place]) -> tuple[SeatColumns, int, int] | None:
     """Where all seats of an environment are, if they are neighbours in the same columns."""
     columns, first = next(iter(places.values()))
-    is_one = all(own is columns for own, _ in places.values())
+    is_one = all(other is columns for other, _ in places.values())
     return (columns, first, first + len(places)) if is_one else None

@@ -23,7 +23,7 @@ from penstock.envs.infos import InfoWriter
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.errors import SpaceError, brief
-from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
+from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 _CUT = object()  # stands in the place of a final observation
@@ -172,10 +172,9 @@ class SingleColumns(ListedColumns, Columns):
         # Where environments with `step_into` write the last row of a batch: the learner never sees it.
         self._last = example_rows(self.observation_space, len(envs)) if self._writes_in_place else None
         self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
-        self._first_seeds = {}
         self._ends: list[End] = []
-        self._own = PolicyEvents()
-        self._events = Events([], (self._own,))
+        self._policy_events = PolicyEvents()
+        self._events = Events([], (self._policy_events,))
         self._watch, self._writes_at_once, self._last_row = 0, False, -1
         self._set_waiting([])
 
@@ -218,7 +217,7 @@ class SingleColumns(ListedColumns, Columns):
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
         words, row, phase = self._words, self.written_row, self._words[PHASE]
-        is_plain = starts is None and self.episodes is None and self.renewals is None
+        is_plain = starts is None and self.log_writer is None and self.renewals is None
         for i, e in enumerate(envs):
             start = _START if starts is None else starts[i]
             if start is not _START and self._continue(e, start):
@@ -241,18 +240,15 @@ class SingleColumns(ListedColumns, Columns):
 
     def _begin(self, e: int, start: Start) -> Any:
         """Reset environment e as `start` says. Returns what its `reset` has returned."""
-        if self.episodes is not None:
-            start = self.episodes.begin(e, start)
-        seed = start.seed
-        if e in self._first_seeds:
-            self._words[PHASE], seed = Phase.RENEWING, self._seed_after_renewal(e, seed)
+        if self.log_writer is not None:
+            start = self.log_writer.begin(e, start)
+        seed = start.seed if self.renewals is None else self._seed_after_renewal(e, start.seed)
         while True:
             try:
                 result = reset_with(self.envs[e], seed, start.options)
                 break
             except self.renewable as error:
                 self._renew(e, error, is_cut=False)
-                self._words[PHASE] = Phase.RENEWING
                 seed = self._seed_after_renewal(e, seed)
         if self.renewals is not None:
             self.renewals.note_reset(e)
@@ -300,13 +296,13 @@ class SingleColumns(ListedColumns, Columns):
         """See `Columns`. Almost all time that penstock needs per environment step is spent here."""
         active, before, outs, arrays, t = self._active, None, None, None, -1
         if which is None:
-            each = self.split_actions(actions[0])
+            env_actions = self.split_actions(actions[0])
         else:
-            each, active = self.split_actions(actions[0][which : which + 1]), [self._bound[which]]
+            env_actions, active = self.split_actions(actions[0][which : which + 1]), [self._bound[which]]
         if self._is_special:
             if which is None and self.waiting:
-                each = [each[entry[0]] for entry in active]
-            before = self._look(active, each)
+                env_actions = [env_actions[entry[0]] for entry in active]
+            before = self._look(active, env_actions)
         if row is not None and self._writes_at_once and row != self._last_row:
             arrays, t = self.into, row
         self.written_row = t
@@ -316,7 +312,7 @@ class SingleColumns(ListedColumns, Columns):
         while True:  # step_ordinary returns at each step that needs a check or a hook
             try:
                 stop = step_ordinary(
-                    self._loop_words, active, each, outs, first, watch, observations, rewards, ends, arrays, t
+                    self._loop_words, active, env_actions, outs, first, watch, observations, rewards, ends, arrays, t
                 )
             except self.renewable as error:
                 first = self._cut(active, error)
@@ -337,15 +333,15 @@ class SingleColumns(ListedColumns, Columns):
         arrays, t = (self._last, 0) if row == self._last_row and row else (self.into, row)
         return cells_of(arrays, t, len(self.envs))
 
-    def _look(self, active: Sequence[Any], each: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
+    def _look(self, active: Sequence[Any], env_actions: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
         """Check the actions, and copy what the hook needs: the environment may change its action, and an observation
         that it has written in place."""
         if self.checks.debug:
-            for (e, *_), action in zip(active, each, strict=True):
+            for (e, *_), action in zip(active, env_actions, strict=True):
                 self.require_action(e, action)
         if self.on_step is None:
             return None
-        pairs, seen = zip(active, each, strict=True), self.observations
+        pairs, seen = zip(active, env_actions, strict=True), self.observations
         if self._writes_in_place:
             seen = [*map(snapshot, seen)]
         return {e: (seen[e], snapshot(action)) for (e, *_), action in pairs}
@@ -397,12 +393,12 @@ class SingleColumns(ListedColumns, Columns):
         return i + 1
 
     def _take_ends(self) -> Events:
-        own, events, ends, self._ends = self._own, self._events, self._ends, []
-        events.over = own.ended = [ends[0][0]] if len(ends) == 1 else [end[0] for end in ends]
-        own.ends = ends
+        policy_events, events, ends, self._ends = self._policy_events, self._events, self._ends, []
+        events.over = policy_events.ended = [ends[0][0]] if len(ends) == 1 else [end[0] for end in ends]
+        policy_events.ends = ends
         if self.renewals is not None:
-            events.cut = own.cut = [end[0] for end in ends if end[1] is _CUT]
-            if own.cut:
-                own.ends = [end for end in ends if end[1] is not _CUT]
-                own.ended = [end[0] for end in own.ends]
+            events.cut = policy_events.cut = [end[0] for end in ends if end[1] is _CUT]
+            if policy_events.cut:
+                policy_events.ends = [end for end in ends if end[1] is not _CUT]
+                policy_events.ended = [end[0] for end in policy_events.ends]
         return events

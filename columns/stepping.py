@@ -87,9 +87,9 @@ def _step_game(
     for agents in (listed, list(seen), list(gained)):
         if agents.__class__ is not list or len(agents) != len(living) or not all(map(_is_agent, agents, living)):
             return False, result
-    if any(len(each) != len(living) for each in flags) or not all(map(is_constant, gained.values())):
+    if any(len(by_agent) != len(living) for by_agent in flags) or not all(map(is_constant, gained.values())):
         return False, result
-    if any(not (flag is False or flag is _NUMPY_FALSE) for each in flags for flag in each.values()):
+    if any(not (flag is False or flag is _NUMPY_FALSE) for by_agent in flags for flag in by_agent.values()):
         return False, result
     last = first + len(living)
     if first < 0 or last > min(len(observations), len(rewards)):
@@ -117,8 +117,8 @@ def _kept(value: Any) -> Any:
     return _NOT_PLAIN
 
 
-def _is_agent(found: object, agent: Any) -> bool:
-    return found is agent or (found.__class__ is agent.__class__ is str and found == agent)
+def _is_agent(key: object, agent: Any) -> bool:
+    return key is agent or (key.__class__ is agent.__class__ is str and key == agent)
 
 
 _NUMPY_FALSE = np.False_

@@ -17,9 +17,10 @@ from penstock.errors import ConfigError, SpaceError, brief
 from penstock.workers.control import Progress
 
 _MOST_ENDS = 100_000  # how many agents may end between two decisions
-#: How many games may end before anybody was asked, in a batch or an evaluation, beside one for each decision.
-MOST_UNASKED = 1_000
-_UNASKED: tuple[()] = ()  # in the place of who decides: the game is over, and has asked nobody
+#: An *empty game* ends before any agent could act. How many there may be in a batch or an evaluation, beside one for
+#: each decision.
+MOST_EMPTY_GAMES = 1_000
+_EMPTY_GAME: tuple[()] = ()  # in the place of who decides
 
 
 class TurnSeats(SeatColumns):
@@ -36,7 +37,7 @@ class TurnSeats(SeatColumns):
         #: How many decisions of this batch are closed: the row of the next one. -1: a random step is open.
         self.rows, self.most_rows = [0] * n, sys.maxsize
         self.asked: list[int] = []  #: who decides next. Between two batches, also those who had all rows
-        self._acted: list[Any] = [None] * n  # for the hook: copies of the actions
+        self._hook_actions: list[Any] = [None] * n  # copies of the actions
         self.closed: list[int] = []  #: whose decision this step has closed
         self.is_watched = bool(self.checks)
 
@@ -48,7 +49,7 @@ class TurnSeats(SeatColumns):
         """This column decides, and is watched."""
         if self.checks.debug:
             self.require_action(column, self.actions[column])
-        self._acted[column] = snapshot(self.actions[column])
+        self._hook_actions[column] = snapshot(self.actions[column])
 
     def close(
         self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
@@ -58,7 +59,7 @@ class TurnSeats(SeatColumns):
         self.note_info(column, info)
         if self.on_step is not None:
             seen = self.observations[column]
-            self.on_step(column, seen, self._acted[column], reward, terminated, truncated, dict(info))
+            self.on_step(column, seen, self._hook_actions[column], reward, terminated, truncated, dict(info))
         if terminated or truncated:
             if observation is None and not terminated:
                 raise SpaceError(
@@ -72,7 +73,7 @@ class TurnColumns(LockStepColumns):
     """One worker's environments that are played in turns. See `Columns` and `LockStepColumns`.
 
     A step is a *round*: each environment gets the decision that it waits for, unless the seat has all rows of the
-    batch. A game that was over before anybody was asked is over in the next round.
+    batch. An empty game is over in the next round.
     """
 
     policies: Sequence[TurnSeats]
@@ -83,9 +84,9 @@ class TurnColumns(LockStepColumns):
         super().__init__(*args)
         n = len(self.envs)
         self._all_places: dict[tuple[int, Any], list[tuple[TurnSeats, int]]] = defaultdict(list)
-        for own in self.policies:
-            for i, rank in enumerate(own.env_ranks):
-                self._all_places[int(rank), rank.agent_id].append((own, i))
+        for policy in self.policies:
+            for i, rank in enumerate(policy.env_ranks):
+                self._all_places[int(rank), rank.agent_id].append((policy, i))
         #: Whose decision each environment waits for. None: it is over, or parked.
         self._waits: list[tuple[TurnSeats, int] | tuple[()] | None] = [None] * n
         #: Which of `policies` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
@@ -94,45 +95,42 @@ class TurnColumns(LockStepColumns):
         self.most_rounds = sys.maxsize  #: the most that a batch may have
         self._numbers, self._generations = [0] * n, [0] * n  # of the games, for `chooser`
         #: Of this batch: its rounds; how many decisions each environment was given; the rewards of all agents that are
-        #: not zero, as (round, environment, reward); and the same for the games that are over and have asked nobody.
+        #: not zero, as (round, environment, reward); and the same for the empty games.
         self.n_rounds, self.plies = 0, [0] * n
-        self.sums, self.unasked = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
+        self.sums, self.empty_games = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
         self._everyone = range(n)
-        self._totals, self._n_unasked = [0.0] * n, 0  # `_n_unasked`: beyond one for each decision
+        self._totals, self._n_empty = [0.0] * n, 0  # `_n_empty`: empty games, beyond one for each decision
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         rank = int(self.env_ranks[e])
         places = [place for agent in self.places[e] for place in self._all_places[rank, agent]]
-        return [[column for own, column in places if own is policy] for policy in self.policies]
+        return [[column for columns, column in places if columns is policy] for policy in self.policies]
 
     def rounds(self, n_rows: int) -> Iterator[int]:
         """The numbers of the rounds. They end when each environment is over, or waits for a seat that has all its rows
         of the batch."""
         for t in range(self.most_rounds):
-            for own in self.policies:
-                if own.asked:
+            for policy in self.policies:
+                if policy.asked:
                     break
             else:
-                if _UNASKED not in self._waits:
+                if _EMPTY_GAME not in self._waits:
                     return
             yield t
 
     def begin_rows(self, *, goes_on: bool) -> None:
         """A batch begins: rows are counted from here. `goes_on`: in the same evaluation as before."""
-        self._n_unasked = self._n_unasked - sum(self.plies) if goes_on else 0
-        self.n_rounds, self.plies, self.sums, self.unasked = 0, [0] * len(self.envs), [], []
-        for own in self.policies:
-            own.rows = [min(row, 0) if is_open else 0 for row, is_open in zip(own.rows, own.is_open, strict=True)]
+        self._n_empty = self._n_empty - sum(self.plies) if goes_on else 0
+        self.n_rounds, self.plies, self.sums, self.empty_games = 0, [0] * len(self.envs), [], []
+        for policy in self.policies:
+            pairs = zip(policy.rows, policy.is_open, strict=True)
+            policy.rows = [min(row, 0) if is_open else 0 for row, is_open in pairs]
         self.ask_all()
 
     def ask_all(self) -> None:
         """Ask every seat that decides next, also those that had all rows of the batch."""
-        for own in self.policies:
-            own.asked = self._asked_of(own, self._everyone)
-
-    def _asked_of(self, policy: TurnSeats, envs: Sequence[int]) -> list[int]:
-        """The columns of this policy for whose decisions these environments wait."""
-        return [place[1] for e in envs if (place := self._waits[e]) and place[0] is policy]
+        for policy in self.policies:
+            policy.asked = [place[1] for place in self._waits if place and place[0] is policy]
 
     # ---- games -----------------------------------------------------------------------------
 
@@ -154,11 +152,11 @@ class TurnColumns(LockStepColumns):
         self._words[Progress.PHASE] = Progress.IS_STEPPING
         self._advance(e)
         if self._waits[e] is None:
-            self._waits[e], self._n_unasked = _UNASKED, self._n_unasked + 1
+            self._waits[e], self._n_empty = _EMPTY_GAME, self._n_empty + 1
             self.over.pop()
-            if self._n_unasked >= MOST_UNASKED + sum(self.plies):
+            if self._n_empty >= MOST_EMPTY_GAMES + sum(self.plies):
                 raise SpaceError(
-                    f"{MOST_UNASKED:,} games have ended before any agent could act, the last one of env_rank "
+                    f"{MOST_EMPTY_GAMES:,} games have ended before any agent could act, the last one of env_rank "
                     f"{env_rank}: a game must ask an agent before it ends"
                 )
 
@@ -191,8 +189,8 @@ class TurnColumns(LockStepColumns):
     ) -> Events | None:
         """Play one decision in each environment that waits for one. With `which`, it is no part of a batch."""
         waits, totals, bound = self._waits, self._totals, self._bound
-        for policy, own in zip(self.policies, actions):  # noqa: B905 - `strict` takes time
-            policy.actions, policy.closed = policy.split_actions(own), []
+        for policy, action_row in zip(self.policies, actions):  # noqa: B905 - `strict` takes time
+            policy.actions, policy.closed = policy.split_actions(action_row), []
             policy.asked = [] if which is None else [b for b in policy.asked if (policy, b) != waits[which]]
         for e in self._everyone if which is None else (which,):
             if place := waits[e]:
@@ -213,20 +211,20 @@ class TurnColumns(LockStepColumns):
                 if totals[e]:
                     self.sums.append((self.n_rounds, e, totals[e]))
                     totals[e] = 0.0
-            elif place is _UNASKED:
-                waits[e], self._is_quiet = None, False
+            elif place is _EMPTY_GAME:
+                waits[e], self._has_events = None, True
                 self.over.append(e)
-                self.unasked.append((self.n_rounds, e, totals[e]))
+                self.empty_games.append((self.n_rounds, e, totals[e]))
                 totals[e] = 0.0
         self.n_rounds += 1
-        if self._is_quiet:
+        if not self._has_events:
             return None
         for e in self.over if which is None else ():
             self._numbers[e] += e not in self.cut or not self.evaluation  # where it is played again
-        late = [own for own in self.late if which in (None, own[0])]
-        events = Events(self.over, [own.take() for own in self.policies], self.cut, late)
-        self.over, self.cut, self.late = [], [], [own for own in self.late if which not in (None, own[0])]
-        self._is_quiet = not self.late
+        late = [pair for pair in self.late if which in (None, pair[0])]
+        events = Events(self.over, [policy.take() for policy in self.policies], self.cut, late)
+        self.over, self.cut, self.late = [], [], [pair for pair in self.late if which not in (None, pair[0])]
+        self._has_events = bool(self.late)
         return events
 
     def _advance(self, e: int) -> None:  # noqa: C901, PLR0912 - it is called for each decision
@@ -260,7 +258,7 @@ class TurnColumns(LockStepColumns):
                 columns.rows[column] += 1
                 columns.closed.append(column)
                 if ends or columns.is_watched:
-                    self._is_quiet = self._is_quiet and not ends
+                    self._has_events = self._has_events or ends
                     columns.close(column, observation, reward, terminated, truncated, info)
             else:  # the agent has not decided in this game yet
                 self._meet(e, columns, column, reward, joins=not ends)
@@ -282,7 +280,7 @@ class TurnColumns(LockStepColumns):
 
     def _meet(self, e: int, columns: TurnSeats, column: int, reward: float, *, joins: bool) -> None:
         """An agent that has not decided in this game is asked, or has ended."""
-        self._is_quiet = False
+        self._has_events = True
         if reward:
             columns.add_late(column, reward)
             self.late.append((e, reward))
@@ -296,7 +294,7 @@ class TurnColumns(LockStepColumns):
                 f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
                 "truncated since its last decision"
             )
-        self._waits[e], self._is_quiet = None, False
+        self._waits[e], self._has_events = None, True
         self.over.append(e)
 
     def _take_late(self, e: int) -> None:
@@ -305,4 +303,4 @@ class TurnColumns(LockStepColumns):
             number = require_number(late, self.env_ranks[e])
             self._totals[e] += number
             self.late.append((e, number))
-            self._is_quiet = False
+            self._has_events = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.distributed.actor_worker import Actors, ActorWorker
-    from penstock.distributed.experiment import Experiment, Run
+    from penstock.distributed.experiment import Experiment, RunningExperiment
     from penstock.distributed.keys import Connection
     from penstock.distributed.launch_ray import RayConnection
     from penstock.distributed.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NEED_RAY = "launch_ray", "ray_sampler"
 _NAMES_OF = {
     "actor_worker": ("ActorWorker", "Actors"),
-    "experiment": ("Experiment", "Run"),
+    "experiment": ("Experiment", "RunningExperiment"),
     "keys": ("Connection",),
     "launch_ray": ("RayConnection",),
     "metric_sinks": ("JsonLines", "MetricsSink", "Prometheus", "RunState", "TensorBoard"),
@@ -70,8 +70,8 @@ __all__ = [
     "Response",
     "RpcClient",
     "RpcServer",
-    "Run",
     "RunState",
+    "RunningExperiment",
     "SampleConsumer",
     "SampleProducer",
     "ShardStats",

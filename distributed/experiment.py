@@ -76,7 +76,7 @@ class Experiment:
         max_restarts: int = 3,
         hang_timeout: float = 60.0,
         **panel: Any,
-    ) -> Run:
+    ) -> RunningExperiment:
         """Start all workers, and return the run. Use it in a `with` statement.
 
         Args:
@@ -122,7 +122,8 @@ class Experiment:
         resources["policy"] = self.policies.resources if self.policies is not None else None
         opened = ControlPanel(self.name, trial, wire=wire, **panel)
         facts = {"seed": plan.seed, "actors": self._facts(plan)}
-        return Run(opened, makers, max_restarts, hang_timeout, resources, self.actors.joining_names, facts)
+        joining = self.actors.joining_names
+        return RunningExperiment(opened, makers, max_restarts, hang_timeout, resources, joining, facts)
 
     def join(
         self, file: str | Path, names: Sequence[str], *, host: str | None = None, timeout: float = 60.0
@@ -272,7 +273,7 @@ class Experiment:
         return makers
 
 
-class Run(Closing):
+class RunningExperiment(Closing):
     """A running experiment. `panel` commands its workers.
 
     If a worker fails, the start of the run or `wait` starts it again: a policy worker gets the newest parameters, a

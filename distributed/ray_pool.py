@@ -101,6 +101,8 @@ class Shard:
         """The index of its columns in a field of the samples buffer."""
         policies = self.plan.policies
         policy, _, name = path.partition(".") if policies else ("", "", path)
+        if name == "final_obs_taken":  # what the driver's learner has taken: no shard writes it
+            return slice(0)
         cells = self.plan.cells[policies.index(policy) if policies else 0]
         columns = slice(cells.start, cells.stop)
         return columns if name in ("policy_version", "bootstrap_value") else (slice(None), columns)
@@ -141,7 +143,7 @@ class ShardPool:
         self._least = options.min_shards or len(plans)  # the fewest shards that take part in a command
         self.restarts = Restarts(config.max_restarts, config.restart_window)
         self.has_lost_command = self.is_closed = False
-        # The driver's last command: 0 is the start. A stream has none, and gives the orders itself.
+        # The driver's last command: 0 is the start. `PieceOrders` has none, and gives the orders itself.
         self._number, self._command = 0, Command()
         self._message: bytes | None = None
         self._ready: deque[Shard] = deque()  # the oldest order of these shards has its reply
@@ -322,7 +324,7 @@ class ShardPool:
         return self._number
 
     def begin(self, command: Command, message: bytes | None = None) -> int:
-        """Begin a new command, without orders: `submit` gives them, or a `ShardStream`. Returns its number."""
+        """Begin a new command, without orders: `submit` gives them, or a `PieceOrders`. Returns its number."""
         self._number, self._command, self._message = self._number + 1, command, message
         self._answered = {}
         return self._number
@@ -429,7 +431,7 @@ class ShardPool:
             _log.warning("Ray could not end the shards", exc_info=True)
 
 
-class ShardStream:
+class PieceOrders:
     """Gives every shard `max_in_flight` orders in advance. Pieces that have come and were not taken count too."""
 
     def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:
@@ -449,7 +451,7 @@ class ShardStream:
         version of each policy."""
         self._pool.send_parameters()
         while True:
-            if (came := self._pool.next_reply("stream")) is None:
+            if (came := self._pool.next_reply("pieces")) is None:
                 continue
             shard, number, reply = came
             if not isinstance(reply, Reply) or number != self._number:

@@ -17,7 +17,7 @@ from penstock.buffers import Samples, pickling
 from penstock.buffers.slots import batch_view, layouts_of
 from penstock.collectors import TrajInfo
 from penstock.distributed.placement import connect, node_resources
-from penstock.distributed.ray_pool import ShardOptions, ShardPool, ShardStream
+from penstock.distributed.ray_pool import PieceOrders, ShardOptions, ShardPool
 from penstock.distributed.shard import ShardPlan, ShardSpec
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, brief
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """One shard's part of a batch, as `RaySampler.stream` yields it.
+    """One shard's part of a batch, as `RaySampler.pieces` yields it.
 
     `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in memory of Ray, which can
     only be read: copy what you want to change. The memory is freed with the piece. With a dict of agents, they are
@@ -55,7 +55,7 @@ class Piece:
     env_ranks: range  #: of the columns
     policy_version: Any  #: of the parameters that acted; with a dict of agents, a dict of the version of each
     staleness: int  #: how many versions newer the newest parameters were when you got it; the largest of all policies
-    itr: int  #: the number of this piece of the shard; the first has the `itr` of `stream`
+    itr: int  #: the number of this piece of the shard; the first has the `itr` of `pieces`
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class ShardStats:
     """One shard since the sampler was initialized, with the processes that were lost and replaced.
 
     `batches` counts the batches and pieces that you got from it, and `missing` the batches without its columns. Two
-    counts are of pieces that were dropped: `late` pieces came after their batch, or after the end of a stream, and
-    `stale` pieces were too old for a stream. `lost_trajectories` counts the trajectories that were lost with its
+    counts are of pieces that were dropped: `late` pieces came after their batch, or after the end of the loop, and
+    `stale` pieces were too old. `lost_trajectories` counts the trajectories that were lost with its
     processes.
     """
 
@@ -146,7 +146,7 @@ class ShardsAct(Acting):
                 f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
             )
         unit = config.rows_per_env
-        plans = make_plans(*config.own_envs, [()] * n_shards, env_range, unit=unit)
+        plans = make_plans(*config.env_counts, [()] * n_shards, env_range, unit=unit)
         n_workers = [min(self._workers_per_shard, len(plan.columns) // unit) for plan in plans]
         return tuple(ShardPlan(**vars(plan), n_workers=n) for plan, n in zip(plans, n_workers, strict=True))
 
@@ -203,7 +203,7 @@ class RaySampler(Sampler):
 
     The environments are divided into shards: consecutive ranges of `env_rank`. A shard is one actor of Ray, which holds
     one sampler on its node. All shards collect their columns of a batch. The columns are copied into one buffer as they
-    arrive. With `stream`, you get the part of each shard as it arrives, without a copy.
+    arrive. With `pieces`, you get the part of each shard as it arrives, without a copy.
 
     Without an address, this uses the cluster that the process has joined before (`ray.init`), or the one that
     RAY_ADDRESS names. If there is none, penstock starts Ray on this machine and ends it at `shutdown`. Other machines
@@ -292,9 +292,9 @@ class RaySampler(Sampler):
         refuse({NEW_CHOOSER: True, NODE_RESTART: self._shard_options.is_restarted})
         super().set_policy_of(policy_of)
 
-    # ---- streaming -------------------------------------------------------------------------
+    # ---- pieces ----------------------------------------------------------------------------
 
-    def stream(self, *, itr: int = 0, max_in_flight: int = 2, max_staleness: int | None = 1) -> Iterator[Piece]:
+    def pieces(self, *, itr: int = 0, max_in_flight: int = 2, max_staleness: int | None = 1) -> Iterator[Piece]:
         """Yield the shards' pieces as they arrive, until you end the loop. Nothing is copied.
 
         Every shard has up to `max_in_flight` orders. Pieces that have arrived, and that you have not taken, count too.
@@ -311,27 +311,27 @@ class RaySampler(Sampler):
         integer("max_in_flight", max_in_flight, 1, 8)
         if max_staleness is not None:
             integer("max_staleness", max_staleness, 0)
-        return self._pieces(itr, max_in_flight, max_staleness)
+        return self._yield_pieces(itr, max_in_flight, max_staleness)
 
-    def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
-        with GuardedCall(self._guard, "stream", SamplerState.READY):
-            pool = self._shard_pool("stream")
-            stream = ShardStream(pool, max_in_flight, max_staleness, itr)
-            self._guard.state = SamplerState.STREAMING
+    def _yield_pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
+        with GuardedCall(self._guard, "pieces", SamplerState.READY):
+            pool = self._shard_pool("pieces")
+            orders = PieceOrders(pool, max_in_flight, max_staleness, itr)
+            self._guard.state = SamplerState.YIELDING
         try:
             while True:
-                with GuardedCall(self._guard, "stream", SamplerState.STREAMING):
-                    piece = self._next_piece(stream)
+                with GuardedCall(self._guard, "pieces", SamplerState.YIELDING):
+                    piece = self._next_piece(orders)
                 yield piece
         finally:
-            if self.state is SamplerState.STREAMING:
+            if self.state is SamplerState.YIELDING:
                 self._guard.state = SamplerState.READY
 
-    def _next_piece(self, stream: ShardStream) -> Piece:
+    def _next_piece(self, orders: PieceOrders) -> Piece:
         run = self.run
         memory, seating = run.memory, run.seating
         newest = [copy.version for copy in memory.parameters]
-        shard, reply, itr, staleness = stream.take(newest)
+        shard, reply, itr, staleness = orders.take(newest)
         run.policy_version = run.by_policy(dict(zip(run.agents, reply.versions, strict=True)))
         traj_infos = run.as_infos(reply.results)
         arrays = iter([reply.arrays[path] for path, _ in memory.slots[0].leaves()])

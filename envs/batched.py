@@ -195,7 +195,7 @@ class BatchedEnvPool(SameStep):
         pool's streams continue."""
         if self._pool is None or seed is not None:
             seeds = seeds_of_rows(seed, self.num_envs)
-            given = np.array([fresh_seed() if each is None else each for each in seeds], np.uint64)
+            given = np.array([fresh_seed() if seed is None else seed for seed in seeds], np.uint64)
             self._build(given.astype(np.uint32).view(np.int32))  # EnvPool takes signed numbers of 32 bits
         observation, infos = self._pool.reset()
         return observation, _without_ids(infos)

@@ -67,9 +67,9 @@ def perform(call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range
             kind = type(outcome["result"]).__qualname__
             remedy = "Call it by its name" if callable(outcome["result"]) else "Return a part of it"
             try:  # here the environment is known
-                if isinstance(found := loaded(dumped(outcome)), Unreadable):
+                if isinstance(sent := loaded(dumped(outcome)), Unreadable):
                     outcome = {
-                        "error": dump_exception(found.error),
+                        "error": dump_exception(sent.error),
                         "unpicklable": (f"a {kind}, cannot be unpickled", remedy),
                     }
             except Exception as error:
@@ -102,7 +102,7 @@ def _perform_one(call: EnvCall, env: Any, column: int) -> Any:
 def single_results(what: str, messages: Sequence[ObjectMessage]) -> list[Any]:
     """Main process: what each message carries, by env_rank. `what` names the call in errors, which are as those of
     `results`."""
-    found = []
+    results = []
     for message in sorted(messages, key=lambda message: message.env_rank):
         where, outcome = f"{what} on env_rank {message.env_rank}", message.payload
         if isinstance(outcome, Unreadable):
@@ -115,8 +115,8 @@ def single_results(what: str, messages: Sequence[ObjectMessage]) -> list[Any]:
                 result, remedy = outcome["unpicklable"]
                 problem = f"the result of {where}, {result}: {report.headline}. {remedy}"
             raise EnvCallError(problem) from report.as_cause()
-        found.append(outcome["result"])
-    return found
+        results.append(outcome["result"])
+    return results
 
 
 def results(call: EnvCall, messages: Sequence[ObjectMessage]) -> list[Any]:

@@ -199,8 +199,8 @@ def env_factories(
         )
     if env_kwargs is None or isinstance(env_kwargs, Mapping):
         kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs
-    elif isinstance(env_kwargs, Sequence) and all(isinstance(each, Mapping) for each in env_kwargs):
-        kwargs = [dict(each) for each in env_kwargs]
+    elif isinstance(env_kwargs, Sequence) and all(isinstance(entry, Mapping) for entry in env_kwargs):
+        kwargs = [dict(entry) for entry in env_kwargs]
     else:
         raise ConfigError(f"{prefix}env_kwargs must be a dict or a list of dicts, got {_describe(env_kwargs)}")
     for name, n_given, kind in (("env_fn", len(fns), "callables"), ("env_kwargs", len(kwargs), "dicts")):
@@ -253,13 +253,13 @@ def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
 def example_observations(factory: EnvFactory, n: int, *, batched: int = 0) -> list[Any]:
     """Up to `n` observations of the example environment with random actions; fewer if it raises: the workers will
     report that. Of batched ones, those of the first."""
-    env, found = build_example_env(factory, batched=batched), list[Any]()
+    env, observations = build_example_env(factory, batched=batched), list[Any]()
     try:
         env.action_space.seed(0)
         observation, _ = env.reset(seed=0)
         while True:
-            found.append(snapshot(element(observation, 0) if batched else observation))
-            if len(found) == n:
+            observations.append(snapshot(element(observation, 0) if batched else observation))
+            if len(observations) == n:
                 break
             observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
             if not batched and (terminated or truncated):
@@ -268,7 +268,7 @@ def example_observations(factory: EnvFactory, n: int, *, batched: int = 0) -> li
         pass
     finally:
         close_example_env(env)
-    return found
+    return observations
 
 
 def close_example_env(env: Any) -> None:

@@ -228,9 +228,9 @@ def _recorded(node: NamedArrays, path: Path = ()) -> Iterator[Path]:
 
 
 def _look_up(info: Mapping[str, Any], path: Sequence[str]) -> Any:
-    found: Any = info
+    value: Any = info
     for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if found is None and len(path) > 1:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None and len(path) > 1:
         return info.get(".".join(path))  # a key may contain dots: "TimeLimit.truncated"
-    return found
+    return value

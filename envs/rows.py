@@ -211,8 +211,8 @@ def action_splitter(space: gym.Space[Any]) -> Splitter:
         children = [(str(key), action_splitter(sub)) for key, sub in fields.items()]
 
         def split_parts(row: Mapping[str, Any] | NamedArrays) -> Sequence[Any]:
-            each = zip(*(split(row[field]) for field, split in children), strict=True)
-            return [dict(zip(keys, parts, strict=True)) for parts in each] if is_dict else list(each)
+            rows = zip(*(split(row[field]) for field, split in children), strict=True)
+            return [dict(zip(keys, parts, strict=True)) for parts in rows] if is_dict else list(rows)
 
         is_dict = isinstance(space, Mapping)
         return split_parts

@@ -159,9 +159,10 @@ class OwnClocks(_Wrapper):
 def _checked(spaces: Any) -> dict[str, Spaces]:
     wanted = "(observation_space, action_space)"
     must_be("spaces of Seats", spaces, isinstance(spaces, Mapping), f"a dict {{kind: {wanted}}}")
-    for name, own in spaces.items():
-        fits = isinstance(own, tuple | list) and len(own) == 2 and all(isinstance(space, gym.Space) for space in own)
-        must_be(f"spaces[{name!r}] of Seats", own, fits, wanted)
+    for name, pair in spaces.items():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        fits = is_pair and all(isinstance(space, gym.Space) for space in pair)
+        must_be(f"spaces[{name!r}] of Seats", pair, fits, wanted)
     return dict(spaces)
 
 
@@ -218,10 +219,10 @@ class Seats(_Wrapper):
 
     def _find_spaces(self) -> dict[str, Spaces]:
         self.env.reset()
-        found = dict[str, Spaces]()
+        spaces = dict[str, Spaces]()
         for agent in self.env.agents:
-            found.setdefault(self._kind_of(agent), self._spaces_of(agent))
-        return found
+            spaces.setdefault(self._kind_of(agent), self._spaces_of(agent))
+        return spaces
 
     def _spaces_of(self, agent: Any) -> Spaces:
         return self.env.observation_space(agent), self.env.action_space(agent)
@@ -236,7 +237,7 @@ class Seats(_Wrapper):
 
     def agent_of(self, seat: str) -> Any:
         """The id of the agent in this seat; None if it is free."""
-        return next((agent for agent, own in self._seat_of.items() if own == seat), None)
+        return next((agent for agent, other in self._seat_of.items() if other == seat), None)
 
     # ---- who sits where --------------------------------------------------------------------
 

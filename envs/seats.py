@@ -78,26 +78,26 @@ class SeatTable:
 
     def part(self, envs: range) -> SeatTable:
         """The table of these environments alone. Each seat keeps its number."""
-        own, first = slice(envs.start, envs.stop), self.first_env_rank + envs.start
-        return replace(self, agents=self.agents[own], policy=self.policy[own], first_env_rank=first)
+        chosen, first = slice(envs.start, envs.stop), self.first_env_rank + envs.start
+        return replace(self, agents=self.agents[chosen], policy=self.policy[chosen], first_env_rank=first)
 
     @cached_property
     def _by_policy(self) -> dict[int, list[tuple[int, int, AgentId]]]:
-        found = defaultdict[int, list[tuple[int, int, AgentId]]](list)
+        seats = defaultdict[int, list[tuple[int, int, AgentId]]](list)
         if self.n_policies:
             for p in range(self.n_policies):
                 for b, agents in enumerate(self.agents):
-                    found[p] += [(b, p * self.most + seat, agent) for seat, agent in enumerate(agents)]
-            return found
-        for b, own in enumerate(zip(self.agents, self.policy, strict=True)):
-            for seat, (agent, p) in enumerate(zip(*own, strict=True)):
-                found[p].append((b, seat, agent))
-        return found
+                    seats[p] += [(b, p * self.most + seat, agent) for seat, agent in enumerate(agents)]
+            return seats
+        for b, row in enumerate(zip(self.agents, self.policy, strict=True)):
+            for seat, (agent, p) in enumerate(zip(*row, strict=True)):
+                seats[p].append((b, seat, agent))
+        return seats
 
     def cells(self, p: int, envs: range) -> range:
         """The columns of policy p that these environments have."""
-        own = self._by_policy.get(p, [])
-        return range(bisect_left(own, (envs.start,)), bisect_left(own, (envs.stop,)))
+        seats = self._by_policy.get(p, [])
+        return range(bisect_left(seats, (envs.start,)), bisect_left(seats, (envs.stop,)))
 
     def seats(self, p: int, envs: range) -> list[tuple[int, int, AgentId]]:
         """The same columns: the index of each one's environment, that of its seat there, and its agent. With
@@ -252,8 +252,9 @@ class ParallelView:
                     raise SpaceError(f"agent {agent!r}: {error}") from None
         if self._state_space is not None:
             state = np.array(self.env.state())  # a copy: the environment may use the array again
-            for agent, own in completed.items():
-                completed[agent] = {**(own if isinstance(own, dict) else {"observation": own}), GLOBAL_STATE: state}
+            for agent, seen in completed.items():
+                parts = seen if isinstance(seen, dict) else {"observation": seen}
+                completed[agent] = {**parts, GLOBAL_STATE: state}
         return completed
 
     def close(self) -> None:
@@ -311,7 +312,7 @@ def ended_agents(
     before: Collection[Any], agents: Collection[Any], terminated: Mapping[Any, Any], truncated: Mapping[Any, Any]
 ) -> set[Any]:
     """Who has ended, but is still in `env.agents` after this step. `before`: who was so before it."""
-    return {each for each in agents if each in before or is_set(terminated.get(each)) or is_set(truncated.get(each))}
+    return {a for a in agents if a in before or is_set(terminated.get(a)) or is_set(truncated.get(a))}
 
 
 class TurnView(ParallelView):

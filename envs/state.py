@@ -118,7 +118,7 @@ class _GamePlay(_Play):
     """The same for a `ParallelView`. Its agents act legally if there is an `action_mask`, and not after their end."""
 
     def __init__(self, env: ParallelView, seed: int) -> None:
-        self._spaces, self.is_over = {agent: copy.deepcopy(own[1]) for agent, own in env.spaces.items()}, False
+        self._spaces, self.is_over = {agent: copy.deepcopy(pair[1]) for agent, pair in env.spaces.items()}, False
         for i, space in enumerate(self._spaces.values()):
             space.seed(seed + i)
 
@@ -186,13 +186,7 @@ def _new_copy(build: Callable[[EnvContext], Any], context: EnvContext, saved: tu
         raise
 
 
-def _compare(
-    env: Any,
-    other: Any,
-    play: _Play,
-    n_steps: int,
-    on_step: Callable[[], object],
-) -> None:
+def _compare(env: Any, other: Any, play: _Play, n_steps: int, on_step: Callable[[], object]) -> None:
     """Raise `ConfigError` unless both do the same."""
     for i in range(n_steps + _STEPS_AFTER_RESET):
         if play.is_over or i == n_steps:
@@ -232,7 +226,9 @@ def save_env(env: Any) -> tuple[StateKind, bytes]:
     if isinstance(env, ParallelView):
         return save_env(env.env)
     layers = _layers(env)
-    has_both = [all(callable(getattr(type(each), f"{verb}_state", None)) for verb in ("get", "set")) for each in layers]
+    has_both = [
+        all(callable(getattr(cls, f"{verb}_state", None)) for verb in ("get", "set")) for cls in map(type, layers)
+    ]
     n_outside = has_both.index(True) if any(has_both) else None  # how many wrappers are around the outermost such layer
     try:
         if n_outside is None:

@@ -162,8 +162,8 @@ class ScriptedGame:
     def observe(self) -> dict[str, Any]:
         """The observations now, each `[4]`, of the agents that act and of those whose last step this was."""
         return {
-            agent: np.array([int(agent[1:]) + 1, self.t, own, self.np_random.random()], np.float32)
-            for agent, own in self._own.items()
+            agent: np.array([int(agent[1:]) + 1, self.t, count, self.np_random.random()], np.float32)
+            for agent, count in self._own.items()
         }
 
     def _infos(self) -> dict[str, Any]:

@@ -29,11 +29,11 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
     _lost: tuple[Any, dict[str, Any]] | None = None  # what `reset` returns after a lost life
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        found, self._lost = self._lost, None
-        if found is None or seed is not None:
-            found = reset_with(self.env, seed, options)
-        self._lives = _lives_of(found[1], self.env)
-        return found
+        result, self._lost = self._lost, None
+        if result is None or seed is not None:
+            result = reset_with(self.env, seed, options)
+        self._lives = _lives_of(result[1], self.env)
+        return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)

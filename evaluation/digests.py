@@ -67,7 +67,7 @@ def _parts(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     elif id(value) not in seen and not isinstance(value, _STATE):
         seen[id(value)] = value
         if isinstance(value, set | frozenset):
-            yield from sorted(_digest(each, dict(seen)).encode() for each in value)
+            yield from sorted(_digest(part, dict(seen)).encode() for part in value)
         else:
             yield from next((parts for cls, parts in _PARTS.items() if isinstance(value, cls)), _of_object)(value)
 
@@ -86,23 +86,23 @@ def _of_object(value: Any) -> Iterator[Any]:
     if torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided:
         yield from _of_tensor(value.detach().cpu())
     elif torch is not None and isinstance(value, torch.jit.ScriptModule):
-        yield [each.code for each in value.modules()]
+        yield [module.code for module in value.modules()]
         yield {**dict(value.named_parameters()), **dict(value.named_buffers())}
     elif torch is not None and isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
         yield value._modules["_orig_mod"]  # it is compiled
     elif torch is not None and isinstance(value, torch.nn.Module):
-        yield from (type(value), value.training, _own(value), value._parameters, value._buffers, value._modules)
+        yield from (type(value), value.training, _of_module(value), value._parameters, value._buffers, value._modules)
     elif torch is None or not isinstance(value, torch.Generator | torch.device):
         try:
-            found = value.__reduce_ex__(4)
+            reduced = value.__reduce_ex__(4)
         except Exception:  # this may be the user's code
             yield type(value)
             yield _attributes(value)
             return
-        if isinstance(found, str):  # a global name, as of a function that is cached
-            yield from (found, _attributes(value))
+        if isinstance(reduced, str):  # a global name, as of a function that is cached
+            yield from (reduced, _attributes(value))
         else:
-            yield from (list(each) if isinstance(each, Iterator) else each for each in found)
+            yield from (list(part) if isinstance(part, Iterator) else part for part in reduced)
 
 
 def _of_tensor(tensor: Any) -> Iterator[Any]:
@@ -112,19 +112,19 @@ def _of_tensor(tensor: Any) -> Iterator[Any]:
         yield memoryview(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _own(module: Any) -> dict[str, Any]:
+def _of_module(module: Any) -> dict[str, Any]:
     """What a torch module holds beside tensors and other modules; hooks without their numbers, which differ."""
     torch = sys.modules["torch"]
     held = {name: value for name, value in vars(module).items() if not isinstance(value, torch.Tensor)}
     usual = vars(torch.nn.Module())
-    hooks = {name: list(own.values()) for name in usual if "hooks" in name and isinstance(own := held.get(name), dict)}
+    hooks = {name: list(held[name].values()) for name in usual if "hooks" in name and isinstance(held.get(name), dict)}
     return {name: value for name, value in held.items() if name not in usual} | {k: v for k, v in hooks.items() if v}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
     slots = [name for cls in type(value).__mro__ for name in _as_names(vars(cls).get("__slots__", ()))]
-    found = {name: getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")}
-    return {**found, **getattr(value, "__dict__", {})}
+    slot_values = {name: getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")}
+    return {**slot_values, **getattr(value, "__dict__", {})}
 
 
 def _as_names(slots: Any) -> Iterable[str]:
@@ -138,21 +138,21 @@ def _of_agent(agent: Any) -> Iterator[Any]:
     yield from sorted((name, array) for name, array in parameters_of(agent).items() if name != "function")
     held, torch = vars(agent), sys.modules.get("torch")
     if torch is not None and isinstance(model := held.get("model"), torch.nn.Module):
-        yield [(type(each), _own(each)) for each in model.modules()]
-    own = {name for cls in type(agent).__mro__ if not _is_of_library(cls) for name in _names_of_class(cls)}
+        yield [(type(module), _of_module(module)) for module in model.modules()]
+    settings = {name for cls in type(agent).__mro__ if not _is_of_library(cls) for name in _names_of_class(cls)}
     yield {
         name: value
         for name, value in held.items()
-        if name in _SETTINGS or (name not in _NO_SETTINGS and (not name.startswith("_") or name in own))
+        if name in _SETTINGS or (name not in _NO_SETTINGS and (not name.startswith("_") or name in settings))
     }
 
 
 def _of_class(cls: type) -> Iterator[Any]:
     """Its names, and what it and its bases outside of libraries define."""
-    for each in cls.__mro__:
-        yield f"{each.__module__}.{each.__qualname__}".encode()
-        if not _is_of_library(each):
-            yield {name: value for name, value in sorted(vars(each).items()) if _is_defined(name, value)}
+    for base in cls.__mro__:
+        yield f"{base.__module__}.{base.__qualname__}".encode()
+        if not _is_of_library(base):
+            yield {name: value for name, value in sorted(vars(base).items()) if _is_defined(name, value)}
 
 
 def _is_defined(name: str, value: object) -> bool:

@@ -110,8 +110,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
         if self._task != job.task or self._env is None:
             self.close()
             self._env, self._task = self._plan.factories[job.task](self._plan.context(job.task, self._rank)), job.task
-            own = self._env.observation_space, self._env.action_space
-            if problem := self._plan.differs(own, job.task):
+            env_spaces = self._env.observation_space, self._env.action_space
+            if problem := self._plan.differs(env_spaces, job.task):
                 raise SpaceError(problem)
             self._step_env = flat_step_of(self._env)
         options = copy.deepcopy(job.options)  # an environment may take entries out

@@ -31,7 +31,7 @@ _Key = tuple[str, str, int]  # policy, task, episode
 _held: set[Path] = set()  # the folders in use by this process, which its own locks do not keep out
 
 
-class EpisodeFolder:
+class ResultFolder:
     """The folder of the evaluation that runs, in the hands of this process."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], options: Callable[[str, str, int], str | None]) -> None:
@@ -42,11 +42,11 @@ class EpisodeFolder:
             _require_same(path, known, about)
             about = _joined(known, about)
         _replace(path / _ABOUT, json.dumps(about, indent=1).encode())
-        found, n_bytes, self._n_lines = _read_lines(path)
+        results, n_bytes, self._n_lines = _read_lines(path)
         self._options = options
         self.results: dict[_Key, EpisodeResult] = {}
-        for key, (result, own) in found.items():
-            if options(*key) not in (own, None):
+        for key, (result, used) in results.items():
+            if options(*key) not in (used, None):
                 raise ConfigError(
                     f"{path} has episode {key[2]} of {key[1]!r} with other options of its reset: give another folder"
                 )
@@ -73,7 +73,7 @@ class EpisodeFolder:
 @contextmanager
 def opened(
     folder: str | os.PathLike[str] | None, plan: EvaluationPlan, policies: Mapping[str, Any]
-) -> Iterator[EpisodeFolder | None]:
+) -> Iterator[ResultFolder | None]:
     """The folder, which no other process may use meanwhile. Raises `ConfigError` if another one does, if it cannot be
     written, or if it has another evaluation."""
     if folder is None:
@@ -106,7 +106,7 @@ def opened(
         raise ConfigError(f"folder={os.fspath(folder)!r} is in use by another evaluation: each needs its own")
     _held.add(place)
     try:
-        yield EpisodeFolder(path, about, partial(_options_in, plan))
+        yield ResultFolder(path, about, partial(_options_in, plan))
     finally:
         _held.remove(place)
         lock.release()
@@ -122,18 +122,18 @@ def load_folders(
     if not folders:
         raise ConfigError("load needs the folder of at least one evaluation")
     about: dict[str, Any] = {}
-    found: dict[_Key, EpisodeResult] = {}
-    for folder in (Path(each).absolute() for each in folders):
-        own = _read_about(folder)
-        if own is None:
+    by_key: dict[_Key, EpisodeResult] = {}
+    for folder in [Path(name).absolute() for name in folders]:
+        newer = _read_about(folder)
+        if newer is None:
             raise ConfigError(f"{folder} has no {_ABOUT}: it is not a folder that evaluate has written")
         if about:
-            _require_same(folder, own, about)
-        about = _joined(about, own) if about else own
-        _add(found, folder)
+            _require_same(folder, newer, about)
+        about = _joined(about, newer) if about else newer
+        _add(by_key, folder)
     names, policies = list(about["tasks"]), list(about["policies"])
-    ordered = sorted(found.values(), key=lambda r: (policies.index(r.policy), names.index(r.task), r.episode))
-    results = EvalResults(ordered, policies, names, n_missing=len(_wanted(about) - found.keys()))
+    ordered = sorted(by_key.values(), key=lambda r: (policies.index(r.policy), names.index(r.task), r.episode))
+    results = EvalResults(ordered, policies, names, n_missing=len(_wanted(about) - by_key.keys()))
     if results.n_missing:
         warnings.warn(
             f"{results.n_missing} episodes have not been played yet. Those that have are the shorter ones, so do not "
@@ -157,12 +157,12 @@ def load_folders(
     return results
 
 
-def _add(found: dict[_Key, EpisodeResult], folder: Path) -> None:
+def _add(results: dict[_Key, EpisodeResult], folder: Path) -> None:
     """Add the results of a folder. An episode that has ended counts more than the same one that failed."""
     for key, (result, _) in _read_lines(folder)[0].items():
-        known = found.get(key)
+        known = results.get(key)
         if known is None or known.failed:
-            found[key] = result
+            results[key] = result
         elif not result.failed and (known.length, str(known.metrics)) != (result.length, str(result.metrics)):
             raise ConfigError(
                 f"{folder} has another result of episode {key[2]} of {key[0]!r} and {key[1]!r} than an earlier folder: "
@@ -172,14 +172,14 @@ def _add(found: dict[_Key, EpisodeResult], folder: Path) -> None:
 
 def _wanted(about: Mapping[str, Any]) -> set[_Key]:
     """The episodes that the evaluations of a folder were asked for."""
-    parts = [(name, start, stop) for name, own in about["wanted"].items() for start, stop in own]
+    parts = [(name, start, stop) for name, ranges in about["wanted"].items() for start, stop in ranges]
     return {(name, task, k) for name, start, stop in parts for task in about["tasks"] for k in range(start, stop)}
 
 
 def _joined(known: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
     """What a folder says after it has two evaluations."""
     wanted = {
-        name: sorted({tuple(part) for each in (known, about) for part in each["wanted"].get(name, ())})
+        name: sorted({tuple(part) for content in (known, about) for part in content["wanted"].get(name, ())})
         for name in {**known["wanted"], **about["wanted"]}
     }
     return {**about, "policies": {**known["policies"], **about["policies"]}, "wanted": wanted}
@@ -232,7 +232,7 @@ def _read_lines(path: Path) -> tuple[dict[_Key, tuple[EpisodeResult, str]], int,
     except FileNotFoundError:
         return {}, 0, 0
     lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-    found: dict[_Key, tuple[EpisodeResult, str]] = {}
+    results: dict[_Key, tuple[EpisodeResult, str]] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -240,8 +240,8 @@ def _read_lines(path: Path) -> tuple[dict[_Key, tuple[EpisodeResult, str]], int,
             result = EpisodeResult(**row, trace=None if file is None else path / Path(file).name)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(f"line {number} of {path / _LINES} cannot be read: {error}") from error
-        found[result.policy, result.task, result.episode] = result, options
-    return found, sum(map(len, lines)), len(lines)
+        results[result.policy, result.task, result.episode] = result, options
+    return results, sum(map(len, lines)), len(lines)
 
 
 def _replace(path: Path, content: bytes) -> None:

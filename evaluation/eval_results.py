@@ -47,7 +47,7 @@ class EpisodeResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, without the trace."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trace"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "trace"}
 
     def played(self) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.float64]] | None:
         """The parts of the actions `[length, ...]`, and the rewards `[length]`; None for an episode that failed."""
@@ -83,7 +83,7 @@ class EvalResults:
     def values(self, policy: str, metric: str, task: str | None = None) -> list[npt.NDArray[np.float64]]:
         """The values of a metric by task, or of this task alone, in the order of the episodes. Episodes that failed, or
         do not have the metric, are left out. Raises `ConfigError` for names that are not there."""
-        return [np.array(list(own.values())) for own in self._by_episode(policy, metric, task)]
+        return [np.array(list(values.values())) for values in self._by_episode(policy, metric, task)]
 
     def _by_episode(self, policy: str, metric: str, task: str | None) -> list[dict[int, float]]:
         """The values of a metric by task and episode."""
@@ -113,7 +113,7 @@ class EvalResults:
     def _interval(
         self, of_shares: Callable[..., Interval], metric: str, by_task: Sequence[npt.NDArray[np.float64]]
     ) -> Interval:
-        strata = [own for own in by_task if len(own)]
+        strata = [values for values in by_task if len(values)]
         return (of_shares if self._is_share(metric) else intervals.mean)(strata or [np.zeros(0)])
 
     def bounds(
@@ -141,18 +141,18 @@ class EvalResults:
         """All means and their intervals in one flat dict, for a logger: `policy/task/metric`, with `_lower` and
         `_upper`, without the task for all of them together, and without names that are the only one; `n_failed` and
         `n_episodes` are counts."""
-        found: dict[str, float] = {}
+        row: dict[str, float] = {}
         for policy in self.policies:
             for task in [None, *self.tasks] if len(self.tasks) > 1 else [None]:
                 parts = [policy] * (len(self.policies) > 1) + [task] * (task is not None)
                 prefix = "".join(f"{part}/" for part in parts)
                 for metric in self._metrics():
                     ends = zip(("", "_lower", "_upper"), self.mean(policy, metric, task), strict=True)
-                    found |= {f"{prefix}{metric}{end}": value for end, value in ends}
-                own = [r for r in self.episodes if r.policy == policy and task in (None, r.task)]
-                found[f"{prefix}n_failed"] = sum(bool(result.failed) for result in own)
-                found[f"{prefix}n_episodes"] = len(own)
-        return found
+                    row |= {f"{prefix}{metric}{end}": value for end, value in ends}
+                chosen = [r for r in self.episodes if r.policy == policy and task in (None, r.task)]
+                row[f"{prefix}n_failed"] = sum(bool(result.failed) for result in chosen)
+                row[f"{prefix}n_episodes"] = len(chosen)
+        return row
 
     def _metrics(self) -> dict[str, Any]:
         """The names of all metrics, with an example of each."""
@@ -193,10 +193,10 @@ class EvalResults:
             raise ConfigError("these results do not know the environment: give env_fn to EvalResults.load")
         plan = self._plan
         job = plan.job(plan.number(policy, task, episode))
-        found = [r for r in self.episodes if (r.policy, r.task, r.episode) == (policy, task, episode)]
-        if not found:
+        chosen = [r for r in self.episodes if (r.policy, r.task, r.episode) == (policy, task, episode)]
+        if not chosen:
             raise ConfigError(f"episode {episode} of {policy!r} is not among these results")
-        (result,) = found
+        (result,) = chosen
         if (trace := result.played()) is None:
             raise ConfigError(f"episode {episode} of {policy!r} has no actions: {result.failed or 'none were kept'}")
         parts, rewards = trace

@@ -21,9 +21,9 @@ from penstock.envs import EnvFn
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, brief
 from penstock.evaluation.episode_env import EpisodeEnv
-from penstock.evaluation.episode_files import EpisodeFolder, opened
-from penstock.evaluation.episode_run import EpisodeRun, job_space
+from penstock.evaluation.episode_files import ResultFolder, opened
 from penstock.evaluation.eval_results import EpisodeResult, EvalResults
+from penstock.evaluation.evaluation_loop import EvaluationLoop, job_space
 from penstock.evaluation.jobs import EvaluationPlan, tasks_of
 from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
 from penstock.vector import ShmVectorEnv
@@ -119,22 +119,22 @@ def evaluate(
         until_success=true_or_false("until_success", until_success),
         max_steps=None if max_steps is None else integer("max_steps", max_steps, 1),
     )
-    snapshots = {name: snapshot(each, plan.spaces, plan.seed, for_workers=in_workers) for name, each in named.items()}
+    snapshots = {n: snapshot(policy, plan.spaces, plan.seed, for_workers=in_workers) for n, policy in named.items()}
     with opened(folder, plan, named) as files:
-        found = Found(plan, files, progress=true_or_false("progress", progress))
-        n_workers, batch_B = _sizes(n_workers, batch_B, len(found.missing))
+        so_far = _ResultsSoFar(plan, files, progress=true_or_false("progress", progress))
+        n_workers, batch_B = _sizes(n_workers, batch_B, len(so_far.missing))
         n_columns = 1 if in_workers else batch_B  # there the workers have players of their own
-        players = {n: make_player(each, plan.spaces, n_columns, batched=batched) for n, each in snapshots.items()}
-        run = EpisodeRun(
+        players = {n: make_player(policy, plan.spaces, n_columns, batched=batched) for n, policy in snapshots.items()}
+        loop = EvaluationLoop(
             plan,
-            found.missing,
+            so_far.missing,
             batch_B,
             None if in_workers else players,
             attempts=attempts,
             min_ready=_share(min_ready),
             max_wait=None if max_wait is None else seconds("max_wait", max_wait, zero=True),
-            n_ended=len(found.by_number),
-            on_result=found.put,
+            n_ended=len(so_far.by_number),
+            on_result=so_far.put,
         )
         actions = job_space(plan)
         make = partial(
@@ -145,7 +145,7 @@ def evaluate(
             wants_infos=any(player.wants_infos for player in players.values()),
         )
         counts = _play(
-            run,
+            loop,
             [make] * batch_B,
             attempts,
             n_workers=n_workers,
@@ -156,17 +156,17 @@ def evaluate(
             on_worker_failure="restart",
             max_restarts=_MOST_RESTARTS,
         )
-    ordered = [found.by_number[number] for number in range(plan.n)]
+    ordered = [so_far.by_number[number] for number in range(plan.n)]
     results = EvalResults(ordered, list(named), list(by_task), *counts, _plan=plan)
-    for message in found.warnings():
+    for message in so_far.warnings():
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return results
 
 
-class Found:
+class _ResultsSoFar:
     """The results so far, by the number of the episode."""
 
-    def __init__(self, plan: EvaluationPlan, files: EpisodeFolder | None, *, progress: bool) -> None:
+    def __init__(self, plan: EvaluationPlan, files: ResultFolder | None, *, progress: bool) -> None:
         self._plan, self._files, self._progress = plan, files, progress
         self._again: EpisodeResult | None = None  # the first episode once more
         kept = {} if files is None else files.results
@@ -225,26 +225,26 @@ class Found:
             )
 
 
-def _play(run: EpisodeRun, makes: Sequence[Any], attempts: int, **options: Any) -> tuple[int, int]:
+def _play(loop: EvaluationLoop, makes: Sequence[Any], attempts: int, **options: Any) -> tuple[int, int]:
     """Run all episodes. Returns how many workers were replaced, and how often all were built again."""
     n_restarts = n_rebuilt = in_vain = 0
-    while left := run.n_left:
+    while left := loop.n_left:
         with ShmVectorEnv(makes, **options) as envs:
             try:
-                run.play(envs)
+                loop.play(envs)
             except SamplerBrokenError as error:
                 if isinstance(error.__cause__, PenstockError):
                     raise error.__cause__ from error  # such as a `SpaceError`, which would come again
-                in_vain = 0 if run.n_left < left or error.env_rank is not None else in_vain + 1
-                if run.is_broken or in_vain >= attempts:
+                in_vain = 0 if loop.n_left < left or error.env_rank is not None else in_vain + 1
+                if loop.is_broken or in_vain >= attempts:
                     raise
                 # Such as a SIGSEGV: nothing in that memory is trusted, so all is built again.
                 n_rebuilt += 1
-                run.charge(error.env_rank, str(error))
-                run.give_all_back()
+                loop.count_failure(error.env_rank, str(error))
+                loop.put_all_back()
             finally:
                 n_restarts += envs.n_restarts
-    run.require_an_end()
+    loop.require_an_end()
     return n_restarts, n_rebuilt
 
 
@@ -263,8 +263,7 @@ def _picklable(policies: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _mask_key(policies: Any) -> str | None:
     """The entry of the info with the mask of legal actions, if agents want it from there."""
-    found = [info_key(policy.mask_key) for policy in policies if isinstance(policy, Agent)]
-    keys = {key for key in found if key is not None}
+    keys = {info_key(policy.mask_key) for policy in policies if isinstance(policy, Agent)} - {None}
     if len(keys) > 1:
         raise ConfigError(f"the masks in info must be the same for all policies, got {sorted(map(str, keys))}")
     return keys.pop() if keys else None

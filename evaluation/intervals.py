@@ -35,7 +35,7 @@ def share(tasks: Strata) -> Interval:
         return Interval(math.nan, math.nan, math.nan)
     more = min(len(tasks), 2)  # both estimates of the variance are smoothed; with one task they must be equal
     n, p, smooth = len(values), float(values.mean()), (values.sum() + more) / (len(values) + 2 * more)
-    inner = sum(len(own) * (q := (own.sum() + 1) / (len(own) + 2)) * (1 - q) for own in tasks) / n
+    inner = sum(len(task) * (q := (task.sum() + 1) / (len(task) + 2)) * (1 - q) for task in tasks) / n
     m = n * max(1.0, float(smooth * (1 - smooth) / inner))
     scale = 1 + _Z**2 / m
     half = _Z * math.sqrt(p * (1 - p) / m + _Z**2 / (4 * m * m)) / scale
@@ -45,14 +45,14 @@ def share(tasks: Strata) -> Interval:
 
 def mean(tasks: Strata) -> Interval:
     """The mean, with Student's interval. It is stratified if each task has two episodes or more."""
-    strata = list(tasks) if all(len(own) > 1 for own in tasks) else [np.concatenate(tasks)]
+    strata = list(tasks) if all(len(task) > 1 for task in tasks) else [np.concatenate(tasks)]
     n = sum(map(len, strata))
     if n == 0:
         return Interval(math.nan, math.nan, math.nan)
-    estimate, df = float(sum(own.sum() for own in strata) / n), n - len(strata)
+    estimate, df = float(sum(stratum.sum() for stratum in strata) / n), n - len(strata)
     if df < 1:
         return Interval(estimate, math.nan, math.nan)
-    half = student(df) * math.sqrt(sum(len(own) * float(own.var(ddof=1)) for own in strata)) / n
+    half = student(df) * math.sqrt(sum(len(stratum) * float(stratum.var(ddof=1)) for stratum in strata)) / n
     return Interval(estimate, estimate - half, estimate + half)
 
 

@@ -126,9 +126,9 @@ class EvaluationPlan:
         """What the environments of a task are built with. Nothing in it depends on the column."""
         return EnvContext(task, worker_rank, self._streams(task).env_seeds(Purpose.EVAL)[0], Purpose.EVAL)
 
-    def differs(self, own: Spaces, task: int) -> str:
+    def differs(self, spaces: Spaces, task: int) -> str:
         """Which space of a task's environment is another one than that of the first task; "" if none is."""
-        for name, space, wanted in zip(("observation", "action"), own, self.spaces, strict=True):
+        for name, space, wanted in zip(("observation", "action"), spaces, self.spaces, strict=True):
             if space != wanted:
                 return (
                     f"the {name}_space of the task {self.task_names[task]!r} is {space}, that of "
@@ -139,10 +139,10 @@ class EvaluationPlan:
 
 
 def _options_of(options: Callable[[str, int], Mapping[str, Any]], task: str, k: int) -> dict[str, Any] | None:
-    found: Any = options(task, k)
-    if found is not None and not isinstance(found, Mapping):
-        raise ConfigError(f"options({task!r}, {k}) must return a dict or None, got {brief(found)}")
-    return None if found is None else dict(found)
+    given: Any = options(task, k)
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"options({task!r}, {k}) must return a dict or None, got {brief(given)}")
+    return None if given is None else dict(given)
 
 
 def tasks_of(tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
@@ -165,7 +165,7 @@ def factories_of(env_fn: EnvFn, tasks: Mapping[str, Mapping[str, Any]], mask_key
     wrapper: Any = None if mask_key is None else partial(MaskInObservation, key=mask_key)
     if isinstance(env_fn, Sequence) and not isinstance(env_fn, str):
         raise ConfigError("env_fn must be one callable or environment id: give what differs between tasks as tasks=...")
-    return tuple(replace(env_factories(env_fn, own, 1)[0], wrapper=wrapper) for own in tasks.values())
+    return tuple(replace(env_factories(env_fn, kwargs, 1)[0], wrapper=wrapper) for kwargs in tasks.values())
 
 
 def key_of(task: str) -> int:
@@ -176,7 +176,7 @@ def key_of(task: str) -> int:
 def plain(info: Mapping[Any, Any]) -> dict[str, Any]:
     """The entries of an info that any process can read: numbers, texts, arrays, None, and lists and dicts of them.
     Arrays are copies, since environments use them again, and tensors become arrays."""
-    return {str(key): value for key, each in info.items() if (value := _plain(each)) is not _NOTHING}
+    return {str(key): value for key, entry in info.items() if (value := _plain(entry)) is not _NOTHING}
 
 
 _NOTHING = object()
@@ -190,7 +190,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return plain(value)
     if isinstance(value, list | tuple):
-        return [part for each in value if (part := _plain(each)) is not _NOTHING]
+        return [part for entry in value if (part := _plain(entry)) is not _NOTHING]
     if hasattr(value, "detach"):
         return np.array(value.detach().cpu())
     return _NOTHING

@@ -73,13 +73,13 @@ class Player:
         `[k, n, ...]` for each part of the action space: a chunk of n actions for each of k columns."""
         if self._batched:
             return self._chunks(self._call(columns, observation), len(columns))
-        each = [
+        chunks = [
             self._chunks(self._call(columns[i : i + 1], take_rows(self._spaces[0], observation, [i])), 1)
             for i in range(len(columns))
         ]
-        if len({chunk[0].shape[1] for chunk in each}) > 1:
+        if len({chunk[0].shape[1] for chunk in chunks}) > 1:
             raise SpaceError(f"{brief(self._policy)} returns chunks of different lengths: give all the same length")
-        return [np.concatenate(parts) for parts in zip(*each, strict=True)]
+        return [np.concatenate(parts) for parts in zip(*chunks, strict=True)]
 
     def _begin(self, column: int, task: str) -> None:
         raise NotImplementedError
@@ -89,13 +89,13 @@ class Player:
 
     def _chunks(self, result: Any, k: int) -> list[npt.NDArray[Any]]:
         """What the policy has returned, as arrays `[k, n, ...]`."""
-        found: list[npt.NDArray[Any]] = []
+        arrays: list[npt.NDArray[Any]] = []
         for name, space, value in self._leaves(result):
             array, shape = _as_array(value, name), tuple(space.shape)
             extra = array.ndim - len(shape)
             fits = extra in (1, 2) and len(array) == k and array.shape[extra:] == shape
             n = array.shape[1] if extra == 2 else 1
-            if not fits or n == 0 or (found and found[0].shape[1] != n):
+            if not fits or n == 0 or (arrays and arrays[0].shape[1] != n):
                 text = ", ".join(map(str, shape))
                 raise SpaceError(
                     f"a policy must return actions [{k}, {text}] or chunks [{k}, n, {text}] for {k} environments, with "
@@ -103,8 +103,8 @@ class Player:
                 )
             if array.dtype != space.dtype:
                 array = _cast(array, space, name)
-            found.append(array if extra == 2 else array[:, None])
-        return found
+            arrays.append(array if extra == 2 else array[:, None])
+        return arrays
 
     def _leaves(self, result: Any) -> Iterable[tuple[str, Any, Any]]:
         space = self._spaces[1]
@@ -184,7 +184,7 @@ class _ObjectPlayer(Player):
         copied: Any = copy.deepcopy
         if modules:
             from penstock.agents.torch_agent import deep_copy as copied
-        shared = {id(each): each for module in modules for each in module.parameters()}
+        shared = {id(parameter): parameter for module in modules for parameter in module.parameters()}
         try:
             self._copies = [copied(policy, dict(shared)) for _ in range(n)]
         except Exception as error:  # copying may run the user's code

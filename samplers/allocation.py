@@ -37,7 +37,7 @@ from penstock.envs.seats import AgentId, ParallelView, one_seat, view_of
 from penstock.errors import ConfigError, SpaceError
 from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.recorded_episodes import RecordedEpisodes
+from penstock.samplers.log_reader import EpisodeLogReader
 from penstock.samplers.refusals import (
     BATCHED,
     INFO_MASK,
@@ -138,7 +138,7 @@ class Allocation:
     agents: PreparedAgents
     program: SamplerProgram
     worker_data: Sequence[WorkerFactories]  #: by worker rank
-    episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
+    log_reader: EpisodeLogReader | None  #: only with `seed_episodes=True`
 
 
 def allocate(arguments: InitArguments, resources: ExitStack) -> Allocation:
@@ -155,10 +155,10 @@ def allocate(arguments: InitArguments, resources: ExitStack) -> Allocation:
     worker_data = [
         ([train[b] for b in plan.columns], [evaluation[b] for b in plan.eval_columns]) for plan in layout.plans
     ]
-    episodes = None
+    log_reader = None
     if config.seed_episodes:
-        episodes = RecordedEpisodes(layout.memory, train, arguments.seed, config.crash_dir, config.episode_plan)
-    return Allocation(layout, seats, agents, program, worker_data, episodes)
+        log_reader = EpisodeLogReader(layout.memory, train, arguments.seed, config.crash_dir, config.episode_plan)
+    return Allocation(layout, seats, agents, program, worker_data, log_reader)
 
 
 # ---- 1: the environments ----------------------------------------------------------------------------
@@ -166,11 +166,11 @@ def allocate(arguments: InitArguments, resources: ExitStack) -> Allocation:
 
 def read_spaces(arguments: InitArguments) -> Environments:
     """Make the factories, and read the spaces of the first environment."""
-    config, each = arguments.config, _checked_agents(arguments.agents)
+    config, agents = arguments.config, _checked_agents(arguments.agents)
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     n_evals = config.eval_n_envs
     evaluation = env_factories(*config.eval_source, n_evals, "eval_") if n_evals else ()
-    train, evaluation = (prepared_factories(each, factories, config) for factories in (train, evaluation))
+    train, evaluation = (prepared_factories(agents, factories, config) for factories in (train, evaluation))
     # A batched environment that resets itself late takes a step for it; with "renew", a cut step is not valid.
     has_gaps = config.batched or config.on_game_failure == "renew"
     factory = train[0].as_example(config.spaces)
@@ -203,8 +203,8 @@ def _read_example(factory: EnvFactory, env: Any, config: SamplerConfig) -> Examp
 
 
 def _checked_agents(agents: object) -> tuple[Agent, ...]:
-    each = tuple(agents.values()) if isinstance(agents, Mapping) else (agents,)
-    return tuple(as_agent("agent", agent) for agent in each)
+    given = tuple(agents.values()) if isinstance(agents, Mapping) else (agents,)
+    return tuple(as_agent("agent", agent) for agent in given)
 
 
 def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
@@ -247,7 +247,7 @@ def seat(arguments: InitArguments, environments: Environments) -> SeatingPlan:
         _refuse_with_seats(arguments, arguments.seats.seating)
         return arguments.seats
     if isinstance(first, Example):
-        return SeatingPlan(Seating.of_single(*config.own_envs, env_range), [first])
+        return SeatingPlan(Seating.of_single(*config.env_counts, env_range), [first])
     sides = (environments.train, env_range.first_env_rank), (environments.evaluation, env_range.first_eval_env_rank)
     seating, seats = find_seating(sides, arguments.agents, arguments.policy_of, (environments.train[0], first))
     _refuse_with_seats(arguments, seating)
@@ -303,10 +303,10 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
 
 def prepare_agents(arguments: InitArguments, environments: Environments, seats: SeatingPlan) -> PreparedAgents:
     """Initialize each agent, copy it for the workers, and try the copy."""
-    config, seating, each = arguments.config, seats.seating, _checked_agents(arguments.agents)
+    config, seating, agents = arguments.config, seats.seating, _checked_agents(arguments.agents)
     is_recorded = _are_recorded(arguments.record, arguments.agents)
     extra, specs, copies, differences = extra_example(config.collector_cls), [], [], []
-    for p, (agent, example) in enumerate(zip(each, seats.examples, strict=True)):
+    for p, (agent, example) in enumerate(zip(agents, seats.examples, strict=True)):
         has_values = arguments.bootstrap_value and is_recorded[p]
         observe = partial(example_observations, example.factory, batched=config.example_size)
         with _naming_policy(seating, p):
@@ -324,14 +324,14 @@ def prepare_agents(arguments: InitArguments, environments: Environments, seats: 
         spec = replace(spec, final_obs=config.record_final_obs, env_info=example.env_info, extra=extra)
         specs.append(replace(spec, n_seats=seating.n_seats(p), has_gaps=environments.has_gaps))
         differences.append(inference_difference(copied, observe, dtype))
-    uses_mask = any(agent.mask_key or isinstance(agent, FunctionAgent) for agent in each)
-    if seating.has_games and not uses_mask and any(mask_in(a.observation_space, a.action_space) for a in each):
+    uses_mask = any(agent.mask_key or isinstance(agent, FunctionAgent) for agent in agents)
+    if seating.has_games and not uses_mask and any(mask_in(a.observation_space, a.action_space) for a in agents):
         _log.warning(
             "the observations have an action_mask, but no agent uses it, so illegal actions are possible: make the "
             'agents with mask_key="observation.action_mask"'
         )
-    difference = max((own for own in differences if own is not None), default=None)
-    return PreparedAgents(each, tuple(copies), specs, is_recorded, difference)
+    difference = max((value for value in differences if value is not None), default=None)
+    return PreparedAgents(agents, tuple(copies), specs, is_recorded, difference)
 
 
 def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
@@ -392,7 +392,7 @@ def lay_out(arguments: InitArguments, seats: SeatingPlan, agents: PreparedAgents
         memory = SamplerMemory.allocate(
             config, plans, buffer, agents.agents, seating, shared=shared, central=arguments.central
         )
-    plan = () if memory.episodes is None else (memory.episodes.plan.file,)
+    plan = () if memory.episode_log is None else (memory.episode_log.plan.file,)
     for part in [*memory.parts, memory.mailbox.file, *plan]:
         resources.callback(part.close)
     for agent, parameters in zip(agents.agents, memory.parameters, strict=True):

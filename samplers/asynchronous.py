@@ -80,8 +80,8 @@ class Ahead(Schedule):
         names = run.agents if isinstance(views[0], Samples) else views[0].keys()
         self._versions = [
             {
-                name: memoryview(cast(Any, own.agent.policy_version)[0])
-                for name, own in zip(names, parts_of(batch), strict=True)
+                name: memoryview(cast(Any, part.agent.policy_version)[0])
+                for name, part in zip(names, parts_of(batch), strict=True)
             }
             for batch in views
         ]

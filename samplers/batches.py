@@ -32,7 +32,7 @@ class Batches:
         self.views_for_user = [for_user(*pair) for pair in zip(views, slots, strict=True)]
         tensors = [for_user(*pair) for pair in zip(tensors, slots, strict=True)]
         # By slot: the tensors of each policy, with their status, which knows how many agents each environment has.
-        self._parts = [[(own, own.status) for own in parts_of(slot)] for slot in tensors]
+        self._parts = [[(part, part.status) for part in parts_of(slot)] for slot in tensors]
         self._names = None if isinstance(views[0], Samples) else views[0].keys()
         self.held: deque[tuple[Batch, list[BatchStatus]]] = deque()
 
@@ -42,9 +42,9 @@ class Batches:
         statuses: list[BatchStatus] = []
         for tensors, known in self._parts[batch % self.n_slots]:
             # With `debug`, these objects will be made unusable, so each batch needs its own.
-            own = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent)) if self._debug else tensors
+            view = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent)) if self._debug else tensors
             statuses.append(BatchStatus(batch, valid_until, n_seats=None if known is None else known.n_seats))
-            parts.append(with_status(own, statuses[-1]))
+            parts.append(with_status(view, statuses[-1]))
         samples = parts[0] if self._names is None else PolicySamples(dict(zip(self._names, parts, strict=True)))
         self.held.append((samples, statuses))
         return samples
@@ -66,8 +66,8 @@ class Batches:
                 f"batch {batch} was used after its memory was given back for batch {newer}, which began at "
                 f"{line}. Use a batch before that line, keep a copy (samples.copy()), or raise n_slots"
             )
-            for own in parts_of(samples):
-                for part in (own.env, own.agent, own):
+            for policy in parts_of(samples):
+                for part in (policy.env, policy.agent, policy):
                     object.__setattr__(part, "_values", _StaleFields(stale))
 
     def set_valid_until(self, batch: int | None) -> None:

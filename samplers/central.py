@@ -64,11 +64,8 @@ class ServerActs(Acting):
         compile_options: Mapping[str, Any] | None = None,
         mixes_batches: bool = False,
     ) -> None:
-        self._is_process, self._readiness, self._in_halves = (
-            place == "process",
-            readiness,
-            isinstance(readiness, Halves),
-        )
+        self._is_process, self._readiness = place == "process", readiness
+        self._in_halves = isinstance(readiness, Halves)
         self._spin_seconds, self._compile_options, self._mixes_batches = spin_seconds, compile_options, mixes_batches
         self._server: InferenceServer | None = None  # if it runs in the caller's process
 

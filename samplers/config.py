@@ -45,7 +45,7 @@ class SamplerState(enum.Enum):
     READY = "start_samples, obtain_samples, evaluate_agent, or a call on the environments"
     SAMPLING = "wait_samples, which returns the batch that has been started"
     RUNNING = "obtain_samples, poll_samples, evaluate_agent, a call on the environments, hold, or pause"
-    STREAMING = "the next piece of stream, or the end of its loop"
+    YIELDING = "the next piece, or the end of the loop over pieces"
     PAUSED = "resume, evaluate_agent, or a call on the environments"
     BROKEN = "shutdown"
     CLOSED = "none"
@@ -271,9 +271,9 @@ class SamplerConfig(PoolArguments):
         known = {field.name: field.default for field in fields(cls)}
         for name in options:
             if name not in known:
-                hints = {other: f"did you mean {own!r}?" for other, own in _OTHER_NAMES.items()} | _ARGUMENTS_OF
-                own = [other for other, text in _ARGUMENTS_OF.items() if caller in text]
-                raise unknown_argument(caller, name, [*known, *own], hints)
+                hints = {other: f"did you mean {name!r}?" for other, name in _OTHER_NAMES.items()} | _ARGUMENTS_OF
+                of_caller = [other for other, text in _ARGUMENTS_OF.items() if caller in text]
+                raise unknown_argument(caller, name, [*known, *of_caller], hints)
         missing = [name for name, default in known.items() if default is MISSING and name not in {"env_fn", *options}]
         if missing:
             raise ConfigError(f"{caller} needs {' and '.join(missing)}")
@@ -305,7 +305,7 @@ class SamplerConfig(PoolArguments):
             raise ConfigError('renew_on needs on_game_failure="renew"')
 
     @property
-    def own_envs(self) -> tuple[int, int]:
+    def env_counts(self) -> tuple[int, int]:
         """How many training and evaluation environments there are."""
         return self.batch_B, self.eval_n_envs
 
@@ -361,21 +361,21 @@ def show_arguments(cls: Any, base: Any) -> None:
     whose docstring has no others."""
     if cls.__doc__ and cls.__module__.startswith("penstock."):
         table = inspect.cleandoc(SamplerConfig.__doc__ or "").partition("Args:\n")[2]
-        own, title = inspect.cleandoc(cls.__doc__), "Args" if cls is base else "Arguments of every sampler"
-        raises = own[own.find("\n\nRaises ") :] if cls is base else ""
-        cls.__doc__ = f"{own.removesuffix(raises)}\n\n{title}:\n{table}{raises}"
+        doc, title = inspect.cleandoc(cls.__doc__), "Args" if cls is base else "Arguments of every sampler"
+        raises = doc[doc.find("\n\nRaises ") :] if cls is base else ""
+        cls.__doc__ = f"{doc.removesuffix(raises)}\n\n{title}:\n{table}{raises}"
     shown = signature(cls.__init__)
-    *own_parameters, last = shown.parameters.values()
+    *parameters, last = shown.parameters.values()
     if last.annotation == "Unpack[SamplerOptions]":
         for field in sorted(fields(SamplerConfig), key=lambda field: field.name in PoolKeywords.__annotations__):
             if field.name not in shown.parameters:
                 default = cls._defaults.get(field.name, last.empty if field.default is MISSING else field.default)
                 note = SamplerOptions.__annotations__[field.name].__forward_arg__
                 annotation = note.removeprefix("Required[").removesuffix("]") if note.startswith("Req") else note
-                own_parameters.append(
+                parameters.append(
                     inspect.Parameter(field.name, last.KEYWORD_ONLY, default=default, annotation=annotation)
                 )
-        shown = shown.replace(parameters=own_parameters)
+        shown = shown.replace(parameters=parameters)
         cls.__init__.__signature__ = shown
     _, *others = shown.parameters.values()
     cls.__signature__ = shown.replace(parameters=others)

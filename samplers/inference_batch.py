@@ -21,7 +21,7 @@ class InferenceBatch:
     def __init__(self, agent: Agent, steps: StepBuffer, columns: Sequence[range], *, in_turns: bool = False) -> None:
         """`agent` has state for all columns; `columns[i]` are the columns of worker i. `in_turns`: only those that are
         `asked` act."""
-        self.agent, self._columns = agent, [np.arange(own.start, own.stop) for own in columns]
+        self.agent, self._columns = agent, [np.arange(cells.start, cells.stop) for cells in columns]
         self._row = row = steps.memory.arrays
         # Looked up once, because a look-up by name takes as long as writing the field.
         self._asked = row.asked if in_turns else None

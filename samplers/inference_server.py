@@ -64,9 +64,9 @@ class ServerOptions:
         compile_options: Mapping[str, Any] | None = None,
     ) -> ServerOptions:
         """The options for the learner's `agent` and workers that run `program`."""
-        own, worker_agent = agent.runtime.server_copy(), program.agents[0]
+        server_agent, worker_agent = agent.runtime.server_copy(), program.agents[0]
         return cls(
-            agent=JointSeats(own, worker_agent.k) if isinstance(worker_agent, JointSeats) else own,
+            agent=JointSeats(server_agent, worker_agent.k) if isinstance(worker_agent, JointSeats) else server_agent,
             plans=plans,
             readiness=readiness,
             seed=program.seed,
@@ -168,10 +168,10 @@ class InferenceServer:
 
     def _pull(self, agent: Agent, version: int) -> None:
         """Load the newest parameters, or `version` if it is not 0, and note their version."""
-        found = agent.runtime.pull_shared_memory(version)
-        while not version and found != self._parameters.version:  # others may be published meanwhile
-            found = agent.runtime.pull_shared_memory()
-        self.progress.note_version(found)
+        loaded = agent.runtime.pull_shared_memory(version)
+        while not version and loaded != self._parameters.version:  # others may be published meanwhile
+            loaded = agent.runtime.pull_shared_memory()
+        self.progress.note_version(loaded)
 
     def _note_begun(self, ranks: Sequence[int]) -> None:
         """Note the parameters' version for each of these workers whose batch has none yet. Call it before their first
@@ -191,16 +191,16 @@ class InferenceServer:
     def _notice_replacements(self) -> bool:
         """Reset noise and state of the columns whose worker has been replaced, and drop held replies to dead workers.
         Returns whether a worker was replaced."""
-        control, found = self._control, False
+        control, is_replaced = self._control, False
         self._n_replaced = control.n_replaced
         for rank, plan in enumerate(self._plans):
             if control.generation(rank) != plan.generation:
-                found = True
+                is_replaced = True
                 try:
                     self._replace(replace(plan, generation=control.generation(rank)))
                 except Exception as error:
                     self._error = self._worker_error(error, "resetting", [rank])
-        return found
+        return is_replaced
 
     def _replace(self, plan: SamplerPlan) -> None:
         rank = plan.worker_rank
@@ -334,7 +334,7 @@ class InferenceServer:
                     self._note_begun(steps)
                 else:
                     ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
-                    values, steps, working = ([r for r in own if r not in ahead] for own in (values, steps, working))
+                    values, steps, working = ([r for r in row if r not in ahead] for row in (values, steps, working))
             # After the requests: a new worker's generation is written before its first request.
             fence()
             if control.n_replaced == self._n_replaced or not self._notice_replacements():
@@ -346,9 +346,9 @@ class InferenceServer:
         env_ranks = [e for r in ranks for e in (self._plans[r].eval_env_ranks if is_eval else self._plans[r].env_ranks)]
         during = f"{'evaluation, ' if is_eval else ''}itr={self._command.itr}"
         doing = f"{doing} for env_rank {env_ranks} ({during})"
-        found = WorkerError(raised("the inference server", doing, in_one_line(error)))
-        found.__cause__ = error
-        return found
+        failure = WorkerError(raised("the inference server", doing, in_one_line(error)))
+        failure.__cause__ = error
+        return failure
 
 
 def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, purpose: Purpose) -> InferenceBatch:
@@ -357,10 +357,10 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
     is_eval = purpose is Purpose.EVAL_ACTION
     columns = [plan.eval_cells[0] if is_eval else plan.cells[0] for plan in options.plans]
     streams = [column_streams(options.seating, plan, options.seed, evaluation=is_eval) for plan in options.plans]
-    env_ranks, env_range = [rank for own in streams for rank in own.env_ranks], options.env_range
+    env_ranks, env_range = [rank for of_worker in streams for rank in of_worker.env_ranks], options.env_range
 
     def copy_of_agent() -> Agent:
-        copy = agent.runtime.column_copy([rng for own in streams for rng in own.rngs(purpose)])
+        copy = agent.runtime.column_copy([rng for of_worker in streams for rng in of_worker.rngs(purpose)])
         n_envs = env_range.n_eval_envs if is_eval else env_range.n_envs
         copy.runtime.set_columns(env_ranks, n_envs, in_turns=options.seating.in_turns)
         return copy

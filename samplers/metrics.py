@@ -88,12 +88,12 @@ class SamplerMetrics:
             figures["server/envs_per_step"] = served / n_steps if n_steps else math.nan
         for group, infos, most in (("train", self.training, _NEWEST), ("eval", self.evaluation, sys.maxsize)):
             if infos is not None:
-                # With several agents, those of a policy and whole games are told apart.
+                # With several agents, whole games and the trajectories of each policy are separate groups.
                 games = [info for info in infos if info.agent_id is None] if self._policies else infos
                 figures.update(self._summary(group, games, most))
                 for name in self._policies:
-                    own = [info for info in infos if info.policy == name]
-                    figures.update(self._summary(f"{group}/{name}", own, most))
+                    of_policy = [info for info in infos if info.policy == name]
+                    figures.update(self._summary(f"{group}/{name}", of_policy, most))
         return {name: float(value) for name, value in figures.items()}
 
     def _shares(self, group: str, seconds: tuple[float, ...]) -> dict[str, float]:
@@ -111,8 +111,8 @@ class SamplerMetrics:
         infos = list(infos)[-most:]
         figures: dict[str, float] = {f"{group}/trajectories": len(infos)}
         for name in self._names:
-            found = [getattr(info, name, None) for info in infos]
-            values = [float(value) for value in found if isinstance(value, Real)] or [math.nan]
+            fields = [getattr(info, name, None) for info in infos]
+            values = [float(value) for value in fields if isinstance(value, Real)] or [math.nan]
             figures[f"{group}/{name}_mean"] = sum(values) / len(values)
             figures[f"{group}/{name}_min"], figures[f"{group}/{name}_max"] = min(values), max(values)
         return figures
@@ -120,5 +120,5 @@ class SamplerMetrics:
 
 def _versions(policy_version: int | Mapping[str, int | None] | None) -> dict[str, float]:
     name = "sampler/policy_version"
-    each = policy_version.items() if isinstance(policy_version, Mapping) else [("", policy_version)]
-    return {f"{name}/{own}" if own else name: math.nan if version is None else version for own, version in each}
+    versions = policy_version.items() if isinstance(policy_version, Mapping) else [("", policy_version)]
+    return {f"{name}/{p}" if p else name: math.nan if version is None else version for p, version in versions}

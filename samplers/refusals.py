@@ -13,17 +13,11 @@ SEEDED, PLAN, INFO_MASK = "seed_episodes=True", "episode_plan", 'mask_key="info.
 UNRECORDED = "a policy that is not recorded (record)"
 POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
 SERVER = 'an inference server (GpuSampler, AlternatingSampler, AsyncSampler(server="process"))'
-EPISODE, STATES, SERVER_PROCESS = (
-    "episode()",
-    "state_dict() and load_state_dict()",
-    'server="process" (with state_dict())',
-)
+EPISODE, STATES = "episode()", "state_dict() and load_state_dict()"
+SERVER_PROCESS = 'server="process" (with state_dict())'
 ASYNC, RAY = "AsyncSampler", "RaySampler"
-JOINT_VALUES, RECURRENT, NO_FINAL_OBS = (
-    "a joint agent's bootstrap_value=True",
-    "a recurrent agent",
-    "record_final_obs=False",
-)
+JOINT_VALUES = "a joint agent's bootstrap_value=True"
+RECURRENT, NO_FINAL_OBS = "a recurrent agent", "record_final_obs=False"
 CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with game or rng", "agents that all act in each step", "set_policy_of"
 RESTART, NODE_RESTART = 'on_worker_failure="restart"', 'on_node_failure="restart"'
 FIRST_READY, WAITING = "min_ready or max_wait", "WaitResetCollector"

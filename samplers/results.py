@@ -1,4 +1,4 @@
-"""What the workers have sent: trajectory infos, evaluations, and the results of calls on the environments."""
+"""What the workers have sent: trajectory infos, also of evaluations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
-from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.monitor import POLL_SECONDS
-from penstock.workers.pool import Pool
 
 if TYPE_CHECKING:
     from penstock.samplers.run import Run
@@ -26,24 +24,24 @@ EVALUATION = -1  # in the place of a slot
 Trajectories = list[Any]
 
 
-def ends_of_trajectories(found: Trajectories) -> list[tuple[int, int]]:
+def ends_of_trajectories(trajectories: Trajectories) -> list[tuple[int, int]]:
     """The last time step and the env_rank of each, in the order of the trajectory infos; with several agents, see
     `Seating.key` for the env_rank."""
-    if found and isinstance(found[0], ObjectMessage):
-        return [message[1:3] for message in found]
-    return [record[:2] for record in found]
+    if trajectories and isinstance(trajectories[0], ObjectMessage):
+        return [message[1:3] for message in trajectories]
+    return [record[:2] for record in trajectories]
 
 
-def in_order(found: Trajectories) -> Trajectories:
-    """`found`, ordered by time step, then env_rank. The report of a game that was cut comes after the agents that have
-    ended in its last step."""
-    first = int(isinstance(found[0], ObjectMessage))  # where the time step is
+def in_order(trajectories: Trajectories) -> Trajectories:
+    """`trajectories`, ordered by time step, then env_rank. The report of a game that was cut comes after the agents
+    that have ended in its last step."""
+    first = int(isinstance(trajectories[0], ObjectMessage))  # where the time step is
 
     def order(item: Any) -> tuple[int, int]:
         t, key = item[first : first + 2]
         return t, max(key, ~key)  # the key of a cut game is inverted, and that of a game is above those of its agents
 
-    return sorted(found, key=order)
+    return sorted(trajectories, key=order)
 
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:
@@ -62,11 +60,6 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
         info.env_rank = env_rank
         infos.append(info)
     return infos
-
-
-def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:
-    """What the workers send for `call`."""
-    return pool.run(Command(has_message=True), during, pool.take_messages, message=call.dumps())
 
 
 def evaluate(run: Run, itr: int) -> list[TrajInfo]:

@@ -69,10 +69,7 @@ class WorkerParts:
         """What the environment of this column was built for."""
         streams = self.collector.streams
         return EnvContext(
-            streams.env_ranks[column],
-            self.plan.worker_rank,
-            streams.env_seeds(Purpose.TRAIN)[column],
-            Purpose.TRAIN,
+            streams.env_ranks[column], self.plan.worker_rank, streams.env_seeds(Purpose.TRAIN)[column], Purpose.TRAIN
         )
 
 
@@ -112,8 +109,8 @@ class PlanMessage(StateMessage):
 
     def answer(self, parts: WorkerParts) -> Any:
         """Nothing."""
-        assert parts.collector.columns.episodes is not None
-        parts.collector.columns.episodes.read_plan()
+        assert parts.collector.columns.log_writer is not None
+        parts.collector.columns.log_writer.read_plan()
 
 
 # ---- saving ------------------------------------------------------------------------------------
@@ -144,7 +141,7 @@ class SaveMessage(StateMessage):
         collector = parts.collector
         assert isinstance(collector, Collector)
         columns = collector.columns
-        episodes = None if collector._episodes is None else collector._episodes.column_state(column)
+        episodes = None if collector._log_writer is None else collector._log_writer.column_state(column)
         kind, env, why = ROW, b"", _why_not_resumable(parts, column)
         is_row = column > 0 and not columns.can_step_one  # the first row has the whole environment
         if not why and not is_row:
@@ -196,8 +193,8 @@ def _why_not_resumable(parts: WorkerParts, column: int) -> str:
 def _class_without_column_state(*classes: type) -> str:
     """Why one of these agents and collectors may have a state that its `column_state` does not save; empty if none
     has."""
-    for each in classes:
-        for cls in each.__mro__:
+    for start in classes:
+        for cls in start.__mro__:
             if cls.__module__.split(".")[0] == "penstock" or "column_state" in vars(cls):
                 break
             if any(inspect.isroutine(value) and not name.startswith("__") for name, value in vars(cls).items()):
@@ -207,12 +204,12 @@ def _class_without_column_state(*classes: type) -> str:
 
 def _with_inner_agents(agents: Iterable[Agent]) -> list[Agent]:
     """These agents, and those that they wrap or have as attributes, whose states `Agent.column_state` saves too."""
-    found = list(agents)
-    for agent in found:  # it grows meanwhile
-        found += [
-            part for part in vars(agent).values() if isinstance(part, Agent) and all(part is not a for a in found)
+    all_agents = list(agents)
+    for agent in all_agents:  # it grows meanwhile
+        all_agents += [
+            part for part in vars(agent).values() if isinstance(part, Agent) and all(part is not a for a in all_agents)
         ]
-    return found
+    return all_agents
 
 
 # ---- loading -----------------------------------------------------------------------------------
@@ -264,8 +261,8 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
         return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
     collector.load_agent_states(column, state["agents"])
-    if collector._episodes is not None and episodes is not None:
-        collector._episodes.load_column_state(column, episodes)
+    if collector._log_writer is not None and episodes is not None:
+        collector._log_writer.load_column_state(column, episodes)
     return ""
 
 
@@ -308,7 +305,7 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
         run.config.collector_cls, *map(type, _with_inner_agents(run.agents.values()))
     )
     answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
-    columns = {rank: column for own, _ in answers for rank, column in own.items()}
+    columns = {rank: column for of_worker, _ in answers for rank, column in of_worker.items()}
     reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
     if env_state == "require" and reseeded:
         raise ConfigError(f'state_dict(env_state="require"): {_reasons(reseeded)}')
@@ -320,14 +317,14 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
         "format": _FORMAT,
         **described(run),
         "batches": run.batch,
-        "episodes": dict(run.games),
+        "episodes": dict(run.n_over),
         "policy_versions": [parameters.version for parameters in run.memory.parameters],
         "counts": run.metrics.counts(run.stats()),
         "generation": max(control.generation(plan.worker_rank) for plan in run.plans),
         "columns": columns,
-        "plans": None if run.episodes is None else run.episodes.save_plans(),
+        "plans": None if run.log_reader is None else run.log_reader.save_plans(),
         "checksum": checksum(columns),
-        "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
+        "evaluations": {rank: list(counts) for _, of_worker in answers for rank, counts in of_worker.items()},
     }
 
 
@@ -340,7 +337,7 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
     _check_state(state, described(run), sampler)
     if run.config.batched:
         _check_rows(state["columns"], [plan.env_ranks[0] for plan in run.plans])
-    counts = {tuple(each) for each in state["evaluations"].values()}
+    counts = {tuple(pair) for pair in state["evaluations"].values()}
     generation = state["generation"] + 1
     # A worker that is replaced from now on gets streams that were never used.
     control.raise_generation(generation)
@@ -349,11 +346,11 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
             server.resume(generation)
         # Where workers were replaced, the evaluations differ from column to column: begin new streams.
         evaluations = counts.pop() if len(counts) == 1 else (0, generation)
-        if run.episodes is not None and state["plans"] is not None:
-            run.episodes.load_plans(state["plans"])
+        if run.log_reader is not None and state["plans"] is not None:
+            run.log_reader.load_plans(state["plans"])
             run.send(PlanMessage(), "load_state_dict")
         message = LoadMessage(state["columns"], evaluations, generation)
-        refused = {rank: why for own in run.send(message, "load_state_dict") for rank, why in own.items()}
+        refused = {rank: why for of_worker in run.send(message, "load_state_dict") for rank, why in of_worker.items()}
         if server is not None:
             streams = _server_streams(run, generation)
             _load_server_agent(server.agent, _server_cells(run), state["columns"], refused, streams)
@@ -366,10 +363,10 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
             f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
             "make a new sampler, and load another state"
         ) from error
-    run.batch, run.games = state["batches"], defaultdict(int, state["episodes"])
+    run.batch, run.n_over = state["batches"], defaultdict(int, state["episodes"])
     run.metrics.start_at(state["counts"])
-    each = zip(run.memory.parameters, state["policy_versions"], run.agents.values(), strict=True)
-    for parameters, version, agent in each:
+    versions = state["policy_versions"]
+    for parameters, version, agent in zip(run.memory.parameters, versions, run.agents.values(), strict=True):
         parameters.continue_at(version, agent.read_parameters())
     return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
 
@@ -395,7 +392,7 @@ def described(run: Run) -> dict[str, Any]:
         "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
         "batched": config.batched,
         "spaces": [str(agent.observation_space), str(agent.action_space)],
-        "agents": [list(own) for own in run.seating.train.agents] if run.seating.has_games else None,
+        "agents": [list(agents) for agents in run.seating.train.agents] if run.seating.has_games else None,
         "policies": [list(run.agents), *(map(list, run.seating.train.policy) if run.seating.has_games else ())],
         "classes": [
             cls.__qualname__ for cls in (*map(type, run.agents.values()), config.collector_cls, config.traj_info_cls)
@@ -418,31 +415,31 @@ def _check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler
     _require(isinstance(state["policy_versions"], list | tuple), "its policy_versions must be a list")
     for version in state["policy_versions"]:
         integer("policy_versions of the state", version, 0)
-    for name, own in described.items():
-        if name == "central" and state[name] is (not own):
+    for name, value in described.items():
+        if name == "central" and state[name] is (not value):
             saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
             raise ConfigError(f"the state is that of a {saved}, this is a {sampler}: use a {saved}")
-        if _differs(state[name], own):
+        if _differs(state[name], value):
             hint = _REMEDIES.get(name, "load what state_dict has returned")
             if name == "seed" and isinstance(state[name], int):
                 hint = f"initialize(agent, seed={state[name]})"
-            raise ConfigError(f"the state has {name}={brief(state[name])}, this sampler has {brief(own)}: {hint}")
+            raise ConfigError(f"the state has {name}={brief(state[name])}, this sampler has {brief(value)}: {hint}")
     _check_columns(state)
 
 
-def _differs(saved: object, own: object) -> bool:
+def _differs(saved: object, current: object) -> bool:
     """Whether a part of a state is not equal to that of this sampler. No array or tensor with dimensions is."""
     parts = saved if isinstance(saved, list | tuple) else [saved]
-    return any(getattr(part, "shape", ()) != () for part in parts) or bool(saved != own)
+    return any(getattr(part, "shape", ()) != () for part in parts) or bool(saved != current)
 
 
 def checksum(columns: Mapping[int, Any]) -> int:
     """The checksum of the bytes of all columns."""
-    found = 0
+    value = 0
     for rank in sorted(columns):
         for part in ("data", "server"):
-            found = zlib.crc32(columns[rank].get(part) or b"", found)
-    return found
+            value = zlib.crc32(columns[rank].get(part) or b"", value)
+    return value
 
 
 def _check_columns(state: Mapping[str, Any]) -> None:
@@ -473,14 +470,14 @@ def _require(fits: bool, damage: str) -> None:
         raise ConfigError(f"this state is damaged: {damage}")
 
 
-def _check_rows(columns: Mapping[int, Any], own: list[int]) -> None:
-    """Raise `ConfigError` unless each saved batched environment is that of one worker. `own` are the first rows."""
+def _check_rows(columns: Mapping[int, Any], first_rows: list[int]) -> None:
+    """Raise `ConfigError` unless each saved batched environment is that of one worker."""
     kinds = {rank: column["kind"] for rank, column in columns.items() if column["kind"] != RESEEDED}
-    if any((kind == ROW) is (rank in own) for rank, kind in kinds.items()):
+    if any((kind == ROW) is (rank in first_rows) for rank, kind in kinds.items()):
         saved = [rank for rank, kind in kinds.items() if kind != ROW]
         raise ConfigError(
             f"the batched environments of the saved run begin at env_rank {brief(saved)}, those of this sampler at "
-            f"{brief(own)}, and their rows cannot be divided: use n_workers and rows_per_env as in the saved run"
+            f"{brief(first_rows)}, and their rows cannot be divided: use n_workers and rows_per_env as in the saved run"
         )
 
 
@@ -490,12 +487,12 @@ def _load_server_agent(
     """Continue the columns of the inference server's agent; those in `refused` start again, with `streams`. `cells` are
     the columns of each environment."""
     agent.select(None)
-    lost = [b for own, rank in zip(cells, columns, strict=True) if rank in refused for b in own]
+    lost = [b for env_cells, rank in zip(cells, columns, strict=True) if rank in refused for b in env_cells]
     if lost:
         restart_agent(agent, lost, streams)
-    for own, (rank, saved) in zip(cells, columns.items(), strict=True):
+    for env_cells, (rank, saved) in zip(cells, columns.items(), strict=True):
         if rank not in refused:
-            for b, state in zip(own, pickle.loads(saved["server"]), strict=True):
+            for b, state in zip(env_cells, pickle.loads(saved["server"]), strict=True):
                 agent.load_column_state(b, state)
 
 
@@ -504,5 +501,5 @@ def _reasons(reseeded: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, why in reseeded.items():
         ranks.setdefault(why, []).append(rank)
-    parts = [f"env_rank {', '.join(map(str, own))}: {why}" for why, own in list(ranks.items())[:_MOST_LISTED]]
+    parts = [f"env_rank {', '.join(map(str, same))}: {why}" for why, same in list(ranks.items())[:_MOST_LISTED]]
     return "; ".join(parts + ["..."] * (len(ranks) > _MOST_LISTED))

@@ -74,16 +74,11 @@ class Run:
         guard: CallGuard[SamplerState],
     ) -> None:
         layout, self.acting, self.schedule, self.guard = allocation.layout, acting, schedule, guard
-        self.config, self.seed, self.agents, self.env_range = (
-            arguments.config,
-            arguments.seed,
-            agents,
-            arguments.env_range,
-        )
-        config = self.config
+        self.config, self.seed, self.agents = arguments.config, arguments.seed, agents
+        self.env_range, config = arguments.env_range, arguments.config
         self.plans, self.memory, self.seating = layout.plans, layout.memory, allocation.seats.seating
         self.batches = Batches(layout.batches, self.memory.slots, debug=config.debug)
-        self.inference_difference, self.episodes = allocation.agents.inference_difference, allocation.episodes
+        self.inference_difference, self.log_reader = allocation.agents.inference_difference, allocation.log_reader
         self.makes_infos = arguments.seats is None  # those of a shard stay as the workers send them
         self.memory.control.raise_generation(self.env_range.generation)
         example_info = config.traj_info_cls(**allocation.program.traj_info_kwargs)
@@ -93,7 +88,7 @@ class Run:
         self.samples_np: Any = self.batches.views_for_user[0]
         self.batch = self.itr = 0
         # How many trajectories, or games, are over, by env_rank. A Counter takes three times as long.
-        self.games: defaultdict[int, int] = defaultdict(int)
+        self.n_over: defaultdict[int, int] = defaultdict(int)
         self.n_trajectories = [0] * len(self.plans)  # returned so far, by worker rank
         self.first_records = [
             [plan.first_record(config.batch_T, slot) for plan in self.plans] for slot in range(len(layout.batches))
@@ -102,7 +97,7 @@ class Run:
         self._version_word = self.memory.parameters[0].version_word if self.seating.is_shared else None
         pairs = zip(agents.items(), self.memory.parameters, strict=True)
         # Of agents that have parameters.
-        self._unpublished = {name: UnpublishedChanges(own, shared) for (name, own), shared in pairs if shared.names}
+        self._unpublished = {name: UnpublishedChanges(agent, shared) for (name, agent), shared in pairs if shared.names}
         self._warned_of_late_rewards = False
 
     @property
@@ -116,7 +111,7 @@ class Run:
 
     def newest_versions(self) -> dict[str, int]:
         """The versions of the newest parameters, by policy."""
-        return {name: own.version for name, own in zip(self.agents, self.memory.parameters, strict=True)}
+        return {name: shared.version for name, shared in zip(self.agents, self.memory.parameters, strict=True)}
 
     # ---- a batch -----------------------------------------------------------------------------
 
@@ -148,8 +143,8 @@ class Run:
             )
         self.batch = batch + 1
         samples = self.hand_out(batch, valid_until=batch + self.config.n_slots)
-        if self.episodes is not None:
-            self.episodes.keep(slot)
+        if self.log_reader is not None:
+            self.log_reader.keep(slot)
         infos = self.take_traj_infos(slot)
         self.metrics.training.extend(infos)
         return samples, infos
@@ -182,7 +177,7 @@ class Run:
 
     def count_agents(self, samples: Any) -> None:
         """With several agents: count their steps for `metrics`, and log once if rewards came late."""
-        self.metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
+        self.metrics.agent_steps += sum(int(np.count_nonzero(part.env.valid)) for part in parts_of(samples))
         if self._warned_of_late_rewards:
             return
         n = sum(self.memory.control.snapshot(plan.worker_rank).late_rewards for plan in self.plans)
@@ -200,42 +195,42 @@ class Run:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
         memory = self.memory
-        found: list[Any] = []
+        sent: list[Any] = []
         counts = memory.control.n_results_by_rank(len(self.plans), opening)
         for rank, n in enumerate(counts):
             self.n_trajectories[rank] += n
         if not (self.acting.has_records and self.config.traj_info_cls is TrajInfo):
-            found = self.pool.take_messages(opening)
+            sent = self.pool.take_messages(opening)
         elif any(counts):
-            found = memory.records.take(counts, self.first_records[max(slot, 0)])
-        if found and (self.seating.has_games or isinstance(found[0], ObjectMessage)):
-            found = in_order(found)
-        if found and self.seating.has_games:
-            for env_rank in self._uncounted(found, slot).values():
-                own = [plan.eval_env_ranks if slot == EVALUATION else plan.env_ranks for plan in self.plans]
-                self.n_trajectories[[env_rank in ranks for ranks in own].index(True)] -= 1
-        return self.as_infos(found, slot) if found and self.makes_infos else found
+            sent = memory.records.take(counts, self.first_records[max(slot, 0)])
+        if sent and (self.seating.has_games or isinstance(sent[0], ObjectMessage)):
+            sent = in_order(sent)
+        if sent and self.seating.has_games:
+            for env_rank in self._uncounted(sent, slot).values():
+                ranks_of = [plan.eval_env_ranks if slot == EVALUATION else plan.env_ranks for plan in self.plans]
+                self.n_trajectories[[env_rank in ranks for ranks in ranks_of].index(True)] -= 1
+        return self.as_infos(sent, slot) if sent and self.makes_infos else sent
 
-    def _uncounted(self, found: Trajectories, slot: int) -> Mapping[int, int]:
-        return self.seating.uncounted(ends_of_trajectories(found), evaluation=slot == EVALUATION)
+    def _uncounted(self, sent: Trajectories, slot: int) -> Mapping[int, int]:
+        return self.seating.uncounted(ends_of_trajectories(sent), evaluation=slot == EVALUATION)
 
-    def as_infos(self, found: Trajectories, slot: int = 0) -> list[TrajInfo]:
-        """`found`, ordered by time step, then env_rank; evaluations by number, then env_rank. Each info knows whose it
-        is."""
+    def as_infos(self, sent: Trajectories, slot: int = 0) -> list[TrajInfo]:
+        """The infos, ordered by time step, then env_rank; evaluations by number, then env_rank. Each info knows whose
+        it is."""
         cls, evaluation = self.config.traj_info_cls, slot == EVALUATION
-        infos: list[Any] = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
-        games = defaultdict(int) if evaluation else self.games
+        infos: list[Any] = TrajInfo.from_records(sent) if cls is TrajInfo else infos_from_messages(cls, sent)
+        n_over = defaultdict(int) if evaluation else self.n_over
         if self.seating.has_games:
-            self.seating.name_infos(infos, ends_of_trajectories(found), games, evaluation=evaluation)
+            self.seating.name_infos(infos, ends_of_trajectories(sent), n_over, evaluation=evaluation)
         else:
             for info in infos:
-                info.number = number = games[info.env_rank]
-                games[info.env_rank] = number + 1
-        if self.episodes is not None and not evaluation:
-            seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
-            for info, (t, _) in zip(infos, ends_of_trajectories(found), strict=True):
+                info.number = number = n_over[info.env_rank]
+                n_over[info.env_rank] = number + 1
+        if self.log_reader is not None and not evaluation:
+            seeds, first = self.log_reader.seeds(slot), self.plans[0].env_ranks[0]
+            for info, (t, _) in zip(infos, ends_of_trajectories(sent), strict=True):
                 info.seed = int(seeds[t, info.env_rank - first])
-        if self.seating.has_games and (left_out := self._uncounted(found, slot)):
+        if self.seating.has_games and (left_out := self._uncounted(sent, slot)):
             infos = [info for i, info in enumerate(infos) if i not in left_out]
         return self._with_seeds(infos) if evaluation else infos
 

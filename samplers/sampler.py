@@ -24,7 +24,7 @@ from penstock.envs.seeding import EpisodePlan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.refusals import NEW_CHOOSER, RESTART, refuse
-from penstock.samplers.results import answers_to, evaluate, warn_if_unfinished
+from penstock.samplers.results import evaluate, warn_if_unfinished
 from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.schedule import OnDemand, Schedule
@@ -32,6 +32,7 @@ from penstock.samplers.stats import SamplerStats, describe
 from penstock.samplers.who_acts import Acting, CallerSteps, WorkersAct, pool_options
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard, GuardedCall
+from penstock.workers.control import Command
 from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
@@ -72,11 +73,11 @@ class Sampler(ABC):
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
         #: The seed in use; useful where none was given.
         self.seed: int | None = None
-        #: In a sampler that replaces a lost one: how often the environments have been built again. Whoever makes it
-        #: sets this before `initialize`.
+        #: In a sampler that replaces a lost one: how often the environments have been built again. It is set
+        #: before `initialize`.
         self.generation = 0
-        # In the sampler of a shard: its part of what the driver has found. Its trajectories stay as the workers send
-        # them: the driver makes the infos.
+        # In the sampler of a shard: who sits where in its environments, as the driver says. The driver also makes the
+        # trajectory infos.
         self._seats: SeatingPlan | None = None
 
     # ---- for subclasses --------------------------------------------------------------------
@@ -142,14 +143,14 @@ class Sampler(ABC):
 
         with GuardedCall(self._guard, "initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
-            env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self.generation)
+            env_range = EnvRange.of(self.config.env_counts, rank, world_size, given, self.generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
             if isinstance(agent, Mapping):  # a scripted player may be a function
-                is_function = {name: not isinstance(own, Agent) and callable(own) for name, own in agent.items()}
-                agent = {name: FunctionAgent(own) if is_function[name] else own for name, own in agent.items()}
+                is_function = {name: not isinstance(part, Agent) and callable(part) for name, part in agent.items()}
+                agent = {name: FunctionAgent(part) if is_function[name] else part for name, part in agent.items()}
             agents = dict(agent) if isinstance(agent, Mapping) else {SHARED: agent}
             acting, schedule = self.acting(), self.schedule()
             if acting.has_processes:
@@ -175,8 +176,8 @@ class Sampler(ABC):
                 run = Run(arguments, agents, allocation, acting, schedule, self._guard)
                 self._guard.announce(run.memory.control)
                 #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
-                self.observation_space = run.by_policy({name: own.observation_space for name, own in agents.items()})
-                self.action_space = run.by_policy({name: own.action_space for name, own in agents.items()})
+                self.observation_space = run.by_policy({name: a.observation_space for name, a in agents.items()})
+                self.action_space = run.by_policy({name: a.action_space for name, a in agents.items()})
                 if acting.has_processes:  # so that a learner on a GPU copies batches at full speed
                     resources.enter_context(run.agent.runtime.page_locked(run.memory.samples.whole))
                 allocation = schedule.connect(run, allocation, resources)
@@ -186,7 +187,7 @@ class Sampler(ABC):
             self._guard.start(self, run.pool)
             self._guard.state = SamplerState.READY
             if self._seats is None:  # a shard may have no column of a policy
-                return for_each_policy(lambda own: own[0, 0].copy(), run.batches.views[0])
+                return for_each_policy(lambda arrays: arrays[0, 0].copy(), run.batches.views[0])
             return None
 
     @property
@@ -251,12 +252,12 @@ class Sampler(ABC):
         """
         with GuardedCall(self._guard, "set_episode_plan", *_IDLE):
             run = self._require_run("set_episode_plan")
-            if run.episodes is None:
+            if run.log_reader is None:
                 raise ConfigError("set_episode_plan needs a first episode_plan, or seed_episodes=True")
             from penstock.samplers.resuming import PlanMessage
 
             run.schedule.pause(run, "set_episode_plan")
-            run.episodes.set_plan(plan)
+            run.log_reader.set_plan(plan)
             run.send(PlanMessage(), "set_episode_plan")
 
     # ---- sampling --------------------------------------------------------------------------
@@ -335,14 +336,16 @@ class Sampler(ABC):
         If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
         that replaces another builds its environments again, without these values.
         """
-        sizes = self._env_sizes(evaluation=evaluation)
+        sizes = [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
+        if self.config.batched:
+            sizes = [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
         n_envs = len(sizes)
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        rows = [own for own, n in zip(values, sizes, strict=True) for _ in range(n)]
-        found = self._call(EnvCall("set_attr", name, evaluation, values=rows))
-        if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
+        rows = [value for value, n in zip(values, sizes, strict=True) for _ in range(n)]
+        answers = self._call(EnvCall("set_attr", name, evaluation, values=rows))
+        if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(answers) if is_new]:
             env_rank, near = created[0]
             hint = f"; did you mean {near!r}?" if near else ""
             warnings.warn(
@@ -352,12 +355,6 @@ class Sampler(ABC):
                 stacklevel=2,
             )
 
-    def _env_sizes(self, *, evaluation: bool) -> list[int]:
-        """How many columns each environment has that a call reaches."""
-        if not self.config.batched:
-            return [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
-        return [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
-
     def _call(self, call: EnvCall) -> list[Any]:
         return results(call, self._perform(call))
 
@@ -366,7 +363,8 @@ class Sampler(ABC):
         with GuardedCall(self._guard, call.verb, *_IDLE):
             run, during = self._require_run(call.verb), f"{call.verb} {call.name!r} on the environments"
             run.schedule.pause(run, during)
-            return answers_to(run.pool, call, during)
+            take = run.pool.take_messages
+            return run.pool.run(Command(has_message=True), during, take, message=call.dumps())
 
     # ---- one episode --------------------------------------------------------------------
 
@@ -376,7 +374,7 @@ class Sampler(ABC):
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
-        from penstock.samplers.recorded_episodes import episode_of
+        from penstock.samplers.log_reader import episode_of
 
         with GuardedCall(self._guard, "episode", *_IDLE):
             return episode_of(self._require_run("episode"), env_rank, t)

@@ -120,7 +120,7 @@ class SamplerMemory:
     steps: StepBuffer | None = None
     eval_steps: StepBuffer | None = None
     totals: ServerTotals | None = None
-    episodes: EpisodeLog | None = None  #: only with `seed_episodes=True`
+    episode_log: EpisodeLog | None = None  #: only with `seed_episodes=True`
     # Only if the workers write into a replay.
     appender: ReplayAppender | None = None
 
@@ -149,7 +149,8 @@ class SamplerMemory:
             beside["totals"] = ServerTotals(max(numbers), shared=shared)
         if config.seed_episodes:
             size = len(buffer.slots), config.batch_T
-            beside["episodes"] = EpisodeLog(layouts, seating.train, size, config.max_decorrelation_steps, shared=shared)
+            n_before = config.max_decorrelation_steps
+            beside["episode_log"] = EpisodeLog(layouts, seating.train, size, n_before, shared=shared)
         return cls(
             # The inference server has the last progress row.
             control=ControlBlock(len(plans) + central, seating.most_rounds(config.batch_T), shared=shared),
@@ -176,7 +177,7 @@ class SamplerMemory:
         slot = self.slots[command.batch % len(self.slots)]
         policies = zip(layouts_of(slot, plan.policies), plan.cells, strict=True)
         return n_running + sum(
-            int(own.done[1 : t + 2, cells.start : cells.stop].sum()) for own, cells in policies if own is not None
+            int(rows.done[1 : t + 2, cells.start : cells.stop].sum()) for rows, cells in policies if rows is not None
         )
 
     @property
@@ -189,10 +190,10 @@ class SamplerMemory:
         """All of it but the parameters, which the agent owns. To close one closes its descriptor; arrays stay valid as
         long as the user holds views of them."""
         ring = None if self.appender is None else self.appender.ring
-        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episodes, ring)
+        parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episode_log, ring)
         return [self.samples, *(part.memory for part in parts if part is not None)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(memory.nbytes for memory in [*self.parts, *(own.memory for own in self.parameters)])
+        return sum(memory.nbytes for memory in [*self.parts, *(parameters.memory for parameters in self.parameters)])

@@ -25,19 +25,20 @@ class EnvRange:
     @classmethod
     def of(
         cls,
-        own: tuple[int, int],
+        sizes: tuple[int, int],
         rank: int,
         world_size: int,
         given: tuple[tuple[int | None, int | None], tuple[int | None, int | None]],
         generation: int,
     ) -> EnvRange:
-        """The environments of a sampler with `own` training and evaluation environments, from the arguments of
-        `initialize`. `given`: the first ranks and the totals, or None. Without them, all samplers are equally large."""
+        """The environments of one sampler, from the arguments of `initialize`. `sizes`: how many it has, for training
+        and for evaluation. `given`: the first ranks and the totals, or None. Without them, all samplers are equally
+        large."""
         rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
         are_equal, numbers = given == ((None, None), (None, None)), {}
-        for n, first, total, start, n_all in zip(own, _FIRSTS, _TOTALS, *given, strict=True):
+        for n, first, total, start, n_all in zip(sizes, _FIRSTS, _TOTALS, *given, strict=True):
             numbers[first], numbers[total] = rank * n, world_size * n
             if are_equal or (start is None and n_all is None and not n):
                 continue
@@ -106,11 +107,11 @@ def make_plans(
             env_ranks=range(first + columns.start, first + columns.stop),
             eval_columns=eval_columns,
             eval_env_ranks=range(first_eval + eval_columns.start, first_eval + eval_columns.stop),
-            cpus=own_cpus,
+            cpus=worker_cpus,
             torch_threads=torch_threads,
             generation=env_range.generation,
         )
-        for worker_rank, (columns, eval_columns, own_cpus) in enumerate(zip(train, evals, cpus, strict=True))
+        for worker_rank, (columns, eval_columns, worker_cpus) in enumerate(zip(train, evals, cpus, strict=True))
     )
 
 

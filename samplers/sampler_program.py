@@ -19,8 +19,8 @@ from penstock.collectors.recorder import PolicyParts
 from penstock.collectors.tracking import BatchTracker, Tracker, TrajInfo, make_tracker, put_as_objects
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.episodes import EpisodeRecorder
 from penstock.columns.interface import Columns
+from penstock.columns.log_writer import EpisodeLogWriter
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform
@@ -80,9 +80,9 @@ class SamplerProgram:
         self._n_slots, self._proofs = len(self._memory.slots), list[tuple[EnvFactory, str]]()
         if (appender := self._memory.appender) is not None:
             columns = _slice(self._plan.cells[0])
-            self._appender = own = appender.of_writer(self._plan.worker_rank)
+            self._appender = writer = appender.of_writer(self._plan.worker_rank)
             self._batches = [
-                own.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
+                writer.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
             ]
         key = self.seed, self.env_range.first_env_rank, self._plan.worker_rank, self._plan.generation
         # In the main process, the generators belong to the user.
@@ -111,25 +111,22 @@ class SamplerProgram:
         plan, seating, is_eval = self._plan, self.seating, purpose is Purpose.EVAL
         streams = env_streams(plan, self.seed, evaluation=is_eval)
         cells = plan.eval_cells if is_eval else plan.cells
-        own = {
-            p: column_streams(seating, plan, self.seed, p, evaluation=is_eval)
-            for p, its_cells in enumerate(cells)
-            if its_cells
-        }
-        columns = self._build_columns(factories, streams, own, purpose)
+        played = [p for p, policy_cells in enumerate(cells) if policy_cells]
+        by_policy = {p: column_streams(seating, plan, self.seed, p, evaluation=is_eval) for p in played}
+        columns = self._build_columns(factories, streams, by_policy, purpose)
         columns.when_replaced = self._builder.replace
         policies = [
             PolicyParts(
                 columns=policy,
-                agent=self._build_agent(p, its_streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
-                tracker=self._build_tracker(keys_of(seating, its_streams)),
+                agent=self._build_agent(p, policy_streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
+                tracker=self._build_tracker(keys_of(seating, policy_streams)),
                 slots=self._slots_of(p, cells[p], is_eval=is_eval),
                 progress=policy.progress,
-                streams=its_streams,
+                streams=policy_streams,
                 who=p + 1 if len(seating.policies) > 1 else 0,
                 policy=seating.policies[p],
             )
-            for policy, (p, its_streams) in zip(columns.policies, own.items(), strict=True)
+            for policy, (p, policy_streams) in zip(columns.policies, by_policy.items(), strict=True)
         ]
         parts = CollectorParts(columns, policies, columns.progress, streams, self.config.max_decorrelation_steps)
         if is_eval:
@@ -138,11 +135,11 @@ class SamplerProgram:
             parts = self._with_games(parts, self._build_tracker(keys_of(seating, streams), of_games=True))
         return cls(parts)
 
-    def _with_games(self, parts: CollectorParts, games: Tracker) -> CollectorParts:
+    def _with_games(self, parts: CollectorParts, game_tracker: Tracker) -> CollectorParts:
         """What a collector needs where several agents share an environment. Imported here, since few need it."""
         from penstock.collectors.recorder_group import RecorderGroup
 
-        parts = replace(parts, games=games, group_cls=RecorderGroup)
+        parts = replace(parts, game_tracker=game_tracker, group_cls=RecorderGroup)
         if not self.seating.in_turns:
             return parts
         from penstock.collectors.turns import TurnGroup, TurnRecorder
@@ -177,9 +174,9 @@ class SamplerProgram:
             columns = self._seats(envs, policies, env_ranks, (progress, untimed), checks)
         else:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
-        if purpose is Purpose.TRAIN and self._memory.episodes is not None:
-            columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, plan.cells, streams, progress)
-            columns.episodes.read_plan(config.episode_plan)
+        if purpose is Purpose.TRAIN and self._memory.episode_log is not None:
+            columns.log_writer = EpisodeLogWriter(self._memory.episode_log, plan.columns, plan.cells, streams, progress)
+            columns.log_writer.read_plan(config.episode_plan)
             columns.keeps_seeds = True
         self._make_renewable(columns, builds, streams, purpose)
         return columns
@@ -189,7 +186,7 @@ class SamplerProgram:
         if not self.seating.has_games:
             return [partial(self._builder.build, factory) for factory in factories]
         plan, is_eval = self._plan, purpose is Purpose.EVAL
-        side, own_envs = (self.seating.evaluation, plan.eval_columns) if is_eval else (self.seating.train, plan.columns)
+        side, columns = (self.seating.evaluation, plan.eval_columns) if is_eval else (self.seating.train, plan.columns)
         spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
         return [
             partial(
@@ -197,7 +194,7 @@ class SamplerProgram:
                 factory,
                 {agent: spaces[p] for agent, p in zip(side.agents[b], side.policy[b], strict=True)},
             )
-            for b, factory in zip(own_envs, factories, strict=True)
+            for b, factory in zip(columns, factories, strict=True)
         ]
 
     def _seats(
@@ -341,8 +338,8 @@ class SamplerProgram:
         collector, control, gate = self._collector, self._memory.control, self._context.gate
         if self._n_slots > 1:
             collector.use_slot(slot)
-            if (episodes := collector.columns.episodes) is not None:
-                episodes.slot = slot
+            if (log_writer := collector.columns.log_writer) is not None:
+                log_writer.slot = slot
         version = collector.pull(command.version)
         self._progress.note_version(version)
         if command.version and gate is not None:

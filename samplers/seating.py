@@ -14,7 +14,7 @@ from penstock.arguments import must_be, signature
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
-from penstock.columns.turn_columns import MOST_UNASKED
+from penstock.columns.turn_columns import MOST_EMPTY_GAMES
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError
@@ -61,7 +61,7 @@ class Seating:
         if not self.in_turns:
             return batch_T
         # A round for each decision, and one for each game that asked nobody or has failed.
-        return 2 * batch_T * self.width * len(self.policies) + MOST_UNASKED
+        return 2 * batch_T * self.width * len(self.policies) + MOST_EMPTY_GAMES
 
     def n_seats(self, p: int) -> int | None:
         """How many seats of each environment policy p plays; 0 if their number differs; None if all have one agent."""
@@ -76,7 +76,7 @@ class Seating:
         train = tuple(self.train.cells(p, plan.columns) for p in n)
         evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) for p in n)
         n_games, n_eval_games = (self.has_games * len(envs) for envs in (plan.columns, plan.eval_columns))
-        n_unasked = MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0
+        n_empty = MOST_EMPTY_GAMES + sum(map(len, train)) if self.in_turns else 0
         return replace(
             plan,
             cells=train,
@@ -84,7 +84,7 @@ class Seating:
             # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
             n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else n_games),
             n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * n_eval_games,
-            n_more_records=n_games + n_unasked,  # n_games: those that were lost with the worker before
+            n_more_records=n_games + n_empty,  # n_games: those that were lost with the worker before this one
             policies=() if self.is_shared else self.policies,
         )
 
@@ -105,19 +105,19 @@ class Seating:
         self,
         infos: Iterable[TrajInfo],
         ends: Iterable[tuple[int, int]],
-        games: defaultdict[int, int],
+        n_over: defaultdict[int, int],
         *,
         evaluation: bool,
     ) -> None:
-        """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts
-        the games of each environment that are over, or its finished trajectories, if it has one agent. Games that were
-        cut count too, except in evaluations, where they are played again."""
+        """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `n_over`: how
+        many games of each environment are over, or finished trajectories, if it has one agent. Games that were cut
+        count too, except in evaluations, where they are played again."""
         side, width = self.evaluation if evaluation else self.train, self.width
         for info, (_, key) in zip(infos, ends, strict=True):
             env_rank, seat = divmod(max(key, ~key), width)
-            info.env_rank, info.number = env_rank, games[env_rank]
+            info.env_rank, info.number = env_rank, n_over[env_rank]
             if seat == width - 1:
-                games[env_rank] += key >= 0 or not evaluation
+                n_over[env_rank] += key >= 0 or not evaluation
             else:
                 b = env_rank - side.first_env_rank
                 if self.chooser is None:
@@ -129,9 +129,9 @@ class Seating:
     def uncounted(self, ends: Sequence[tuple[int, int]], *, evaluation: bool) -> dict[int, int]:
         """What is no trajectory: its index, and its env_rank. It is the report of a game that was cut. In evaluations,
         which play this game again, it is also each agent that had ended in it."""
-        found, of_game = dict[int, int](), defaultdict[int, list[int]](list)
+        uncounted, of_game = dict[int, int](), defaultdict[int, list[int]](list)
         if all(key >= 0 for _, key in ends):  # as usual
-            return found
+            return uncounted
         for i, (_, key) in enumerate(ends):
             env_rank, seat = divmod(max(key, ~key), self.width)
             if seat < self.width - 1:
@@ -139,8 +139,8 @@ class Seating:
                 continue
             ended = of_game.pop(env_rank, [])
             if key < 0:
-                found |= dict.fromkeys([i, *ended] if evaluation else [i], env_rank)
-        return found
+                uncounted |= dict.fromkeys([i, *ended] if evaluation else [i], env_rank)
+        return uncounted
 
 
 # ---- finding it -------------------------------------------------------------------------------------
@@ -165,23 +165,23 @@ def find_seating(
     refuse({CHOSEN: chooser.is_dynamic, IN_STEP: not in_turns})
     train, evaluation = (
         SeatTable(
-            [view.possible_agents for view in own],
+            [view.possible_agents for view in side_views],
             [
                 [chooser(agent, first_rank + b, 0, lambda: np.random.default_rng(0)) for agent in view.possible_agents]
-                for b, view in enumerate(own)
+                for b, view in enumerate(side_views)
             ],
             first_rank,
             len(policies) if chooser.is_dynamic else 0,
         )
-        for own, (_, first_rank) in zip(views, sides, strict=True)
+        for side_views, (_, first_rank) in zip(views, sides, strict=True)
     )
-    if len({isinstance(view, TurnView) for own in views for view in own}) > 1:
+    if len({isinstance(view, TurnView) for side_views in views for view in side_views}) > 1:
         raise ConfigError("in some environments agents take turns and in others not: use a sampler for each kind")
     if evaluation.agents and chooser.is_dynamic and evaluation.most != train.most:
         raise ConfigError("with policy_of for each game, evaluation environments need as many agents as the others")
     width = 1 + max(train.most, evaluation.most) * (len(policies) if chooser.is_dynamic else 1)
-    own_chooser = chooser if chooser.is_dynamic else None
-    seating = Seating(policies, is_shared, train, evaluation, True, in_turns, own_chooser, width)
+    dynamic = chooser if chooser.is_dynamic else None
+    seating = Seating(policies, is_shared, train, evaluation, True, in_turns, dynamic, width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
 
 
@@ -279,8 +279,8 @@ def _examples(
     """For each policy, its first seat and the spaces there. Raises `SpaceError` if another one has other spaces."""
     examples: dict[int, tuple[EnvFactory, AgentId, Any, str]] = {}
     text = "observations {}, actions {}".format
-    for side, own_views, own in zip((seating.train, seating.evaluation), views, factories, strict=True):
-        for b, (view, factory) in enumerate(zip(own_views, own, strict=True)):
+    for side, side_views, side_factories in zip((seating.train, seating.evaluation), views, factories, strict=True):
+        for b, (view, factory) in enumerate(zip(side_views, side_factories, strict=True)):
             for agent, p in _played(side, b):
                 where = f"env_rank {side.first_env_rank + b}, agent {agent!r}"
                 first = examples.setdefault(p, (factory, agent, view.spaces[agent], where))

@@ -85,11 +85,12 @@ class SamplerStats:
         names = ("acting", "stepping", "resetting", "waiting")
         lines = ["times in seconds since initialize; idle: the share of waiting"]
         lines += [f"{'worker':>6} {'envs':>10} {'steps':>12} {' '.join(f'{name:>9}' for name in names)} {'idle':>5}"]
-        for own in self.workers:
-            spent = own.acting + own.stepping + own.resetting + own.waiting
-            idle = own.waiting / spent if spent else 0.0
-            times = " ".join(f"{getattr(own, name):>9.2f}" for name in names)
-            lines.append(f"{own.worker_rank:>6} {span(own.env_ranks):>10} {own.steps:>12,} {times} {idle:>5.0%}")
+        for worker in self.workers:
+            spent = worker.acting + worker.stepping + worker.resetting + worker.waiting
+            idle = worker.waiting / spent if spent else 0.0
+            times = " ".join(f"{getattr(worker, name):>9.2f}" for name in names)
+            who = f"{worker.worker_rank:>6} {span(worker.env_ranks):>10} {worker.steps:>12,}"
+            lines.append(f"{who} {times} {idle:>5.0%}")
         more = [f"{self.bytes_shared / 2**20:,.1f} MiB shared"]
         if (self.valid_share or 1.0) < 1.0:
             more.append(f"{self.valid_share:.0%} of the rows are valid")
@@ -220,17 +221,17 @@ class ServerTotals:
         served = {n: times for n, times in enumerate(arrays.served.tolist()) if times}
         acting, waiting = arrays.seconds.tolist()
         n, before, then = max(len(workers), 1), 0.0, list[WorkerStats]()
-        if since is not None and sum(own.batches for own in workers) > sum(own.batches for own in since[1]):
+        if since is not None and sum(worker.batches for worker in workers) > sum(worker.batches for worker in since[1]):
             before, then = since[0].acting, list(since[1])
         stepping, resetting, requesting, idle = (
-            (sum(getattr(own, name) for own in workers) - sum(getattr(own, name) for own in then)) / n
+            (sum(getattr(worker, name) for worker in workers) - sum(getattr(worker, name) for worker in then)) / n
             for name in ("stepping", "resetting", "acting", "waiting")
         )
         stepping += resetting
         inference, whole = min(acting - before, requesting), (stepping + requesting + idle) or 1.0
         seconds: dict[Bound, float] = {"environments": stepping, "inference": inference}
         seconds |= {"waiting": requesting - inference, "between batches": idle}
-        return ServerStats(served, acting, waiting, {name: own / whole for name, own in seconds.items()})
+        return ServerStats(served, acting, waiting, {name: value / whole for name, value in seconds.items()})
 
 
 class Lags:

@@ -64,7 +64,7 @@ class Acting(ABC):
             _log.warning("n_workers=%d for batch_B=%d environments: %d are enough", wanted, config.batch_B, n_workers)
         cpus = self.assign_cpus(claims, affinity, n_workers, mask)
         unit, threads = config.rows_per_env, affinity.torch_threads
-        return make_plans(*config.own_envs, cpus, env_range, torch_threads=threads, unit=unit)
+        return make_plans(*config.env_counts, cpus, env_range, torch_threads=threads, unit=unit)
 
     def count_workers(self, config: SamplerConfig, mask: Sequence[int]) -> int:
         """The number of workers on the CPUs `mask`: as asked, else as many as these can run, and never more than
@@ -106,7 +106,7 @@ class CallerSteps(Acting):
         cpus = affinity.cpus
         # It has no effect, but one that no sampler accepts raises here too.
         assign_cpus(affinity, len(cpus) if isinstance(cpus, Sequence) else 1, usable_cpus())
-        return make_plans(*config.own_envs, [()], env_range)
+        return make_plans(*config.env_counts, [()], env_range)
 
     def start(self, allocation: Allocation, options: PoolOptions, resources: ExitStack) -> WorkerPool:
         layout, programs = allocation.layout, [allocation.program]
@@ -119,6 +119,6 @@ def pool_options(config: SamplerConfig, allocation: Allocation, *, has_death_log
     """The options of the pool, from `config`."""
     return config.pool_options(
         has_death_logger=has_death_logger,
-        episode_of=None if allocation.episodes is None else allocation.episodes.of_failure,
+        episode_of=None if allocation.log_reader is None else allocation.log_reader.of_failure,
         preload=(*PRELOAD_TO_ACT, *PRELOAD),
     )

@@ -203,8 +203,8 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         has_seats = isinstance(env, SharedSpaces)
         try:
             if n_rows:
-                own_mode = env.metadata.get("autoreset_mode") if spaces is None else None
-                self.autoreset_mode = as_batch_mode(autoreset_mode, own_mode)
+                built_mode = env.metadata.get("autoreset_mode") if spaces is None else None
+                self.autoreset_mode = as_batch_mode(autoreset_mode, built_mode)
                 single_spaces = env.single_observation_space, env.single_action_space
                 for name, space in zip(("observation", "action"), single_spaces, strict=True):
                     example_of(space, name)  # raises an error if it has parts without a fixed shape

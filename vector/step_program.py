@@ -19,7 +19,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import snapshot, tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import EpisodeEnds, Events, Start
+from penstock.columns.interface import BatchedEnds, Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform, pickled
@@ -91,10 +91,10 @@ class VectorProgram:
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(counters.requested), memoryview(counters.replied)
         self._info_seq, self._seeds = memoryview(counters.info_seq), memoryview(counters.seed)
-        # If this worker replaces another: the environments that were not reset since, and those of them whose episodes
-        # were not cut yet.
+        # If this worker replaces another: the environments that were not reset since then, and among them those whose
+        # episodes were not cut yet.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
-        self._lost = set(self._unseeded)
+        self._uncut = set(self._unseeded)
         self._bind(rows)
 
     def _build_envs(self, factories: Sequence[EnvFactory]) -> list[Any]:
@@ -141,8 +141,8 @@ class VectorProgram:
         recorder.watch(
             None, into=self._observation, on_info=self._put_batch_infos if self.is_batched else self._infos.put
         )
-        if self._lost and not self.is_batched:
-            columns.park(sorted(self._lost))
+        if self._uncut and not self.is_batched:
+            columns.park(sorted(self._uncut))
 
     def _make_columns(self, table: SeatTable) -> Any:
         plan, progress, spaces = self._plan, self._progress, (self.observation_space, self.action_space)
@@ -217,7 +217,7 @@ class VectorProgram:
             self._valid[rows], self._late[rows] = self._alive[rows], 0.0
             self._recorder.blank_idle(None)
         if columns.waiting or self._unseeded:
-            events = self._step_others(which)
+            events = self._step_or_restart(which)
         elif (events := columns.step(self._action, self._row, which)) is not None:
             self._settle(events)
         self._write(which)
@@ -225,8 +225,8 @@ class VectorProgram:
             columns.park(events.over)
         self._reply(which)
 
-    def _step_others(self, which: int | None) -> Events | None:
-        """Step the environments that do not wait, then go on with those that do."""
+    def _step_or_restart(self, which: int | None) -> Events | None:
+        """Step the environments that do not wait, then begin again in those that do."""
         # All rows of a batched environment wait, or none. No row is given: columns write zeros where they wait.
         waiting, n, events = self._columns.waiting or range(len(self._spans)), len(self._spans), None
         if which is not None:
@@ -234,13 +234,13 @@ class VectorProgram:
         if len(waiting) < n and (events := self._columns.step(self._action, None, which)) is not None:
             self._settle(events)
         if waiting:
-            self._go_on(waiting)
+            self._restart(waiting)
         return events
 
     def _settle(self, events: Events) -> None:
         """Write how episodes have ended, then begin the next ones when the autoreset mode says so."""
         policy_events, is_same_step = events.policies[0], self._is_same_step
-        if isinstance(ends := policy_events.ends, EpisodeEnds):
+        if isinstance(ends := policy_events.ends, BatchedEnds):
             self._terminated[:], self._truncated[:] = ends.terminated, ends.truncated
             if is_same_step:
                 self._rows.final_observation[ends.columns] = ends.observation
@@ -257,13 +257,13 @@ class VectorProgram:
         if is_same_step:
             self._begin(events.over)
 
-    def _go_on(self, envs: Sequence[int]) -> None:
+    def _restart(self, envs: Sequence[int]) -> None:
         """These environments wait, so this is no step of theirs. Either their episodes ended in the step before, or a
         worker before this one has left them: then they are cut first."""
         is_next_step = self.autoreset_mode is AutoresetMode.NEXT_STEP
         for row in [row for e in envs for row in self._ranges[e]]:
             self._recorder.rewards[row] = 0.0
-        if lost := [e for e in envs if e in self._lost] if is_next_step else envs:
+        if lost := [e for e in envs if e in self._uncut] if is_next_step else envs:
             self._cut(lost)
         if self.is_batched and len(self._unseeded) < len(self._spans):
             self._unseeded.clear()  # it was reset in parts, and this step shows all of them
@@ -291,7 +291,7 @@ class VectorProgram:
         """These episodes end where the worker before this one has left them. Who was idle in a game is not known, so
         all of its seats are cut off."""
         recorder, rows = self._recorder, [row for e in envs for row in self._ranges[e]]
-        self._lost.difference_update(envs)
+        self._uncut.difference_update(envs)
         self._truncated[rows] = True
         if self.seats is not None:
             self._alive[rows] = self._valid[rows] = False
@@ -398,14 +398,13 @@ class VectorProgram:
                 self._begin(range(n))
                 self._infos.take()  # nobody has asked for them
             starts = [Start(self._seed_of(e, message.seeds[first + e]), message.options[first + e]) for e in envs]
-            rows, joined = (
-                (envs, ()) if self.is_batched else (self._spans[envs[0]], self._columns.reset(envs, starts)[0])
-            )
+            rows: Any = envs if self.is_batched else self._spans[envs[0]]
+            joined = () if self.is_batched else self._columns.reset(envs, starts)[0]
             if others is not None:
                 self._columns.reset_rows(envs, [start.seed for start in starts], starts[0].options)
                 self._unseeded = others
-            elif self._lost:
-                self._lost.difference_update(envs)
+            elif self._uncut:
+                self._uncut.difference_update(envs)
             self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
             self._terminated[rows] = self._truncated[rows] = False
             if self.seats is not None:

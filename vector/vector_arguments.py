@@ -54,8 +54,8 @@ _REMEDIES = {
 
 
 def refuse_unknown(caller: type, given: Mapping[str, Any], *others: type) -> None:
-    """Raise `ConfigError` for the first argument that neither the class `caller` has nor the `others`, which get what
-    it does not have."""
+    """Raise `ConfigError` for the first argument that is unknown to the class `caller`, and to the classes `others`, to
+    which it passes arguments on."""
     known = {name for cls in (caller, *others) for name in signature(cls).parameters} - {"unknown", "kwargs"}
     for name in given:
         if name not in known:

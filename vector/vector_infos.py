@@ -178,7 +178,7 @@ _NUMBERS = {float, int, bool}
 
 
 def _fits(value: Any, rows: Any) -> bool:
-    """Whether this array is as those of `rows` `[n, ...]` are."""
+    """Whether this array has the dtype and the shape of a row of `rows` `[n, ...]`."""
     return bool(value.dtype == rows.dtype and value.shape == rows.shape[1:])
 
 
@@ -238,8 +238,8 @@ def merged_batches(
     final: Any,
     space: Any,
 ) -> dict[str, Any]:
-    """The infos of several workers as one batch of the rows `rows`, with the final observations `final` of those that
-    have `ended`, elements of `space`. `groups` are the rows of each worker."""
+    """The infos of several workers as one batch of the rows `rows`. `final`: the final observations, elements of
+    `space`, of the rows that have `ended`. `groups`: the rows of each worker."""
     merged: dict[str, Any] = {}
     if infos:
         by_row, firsts = dict(infos), rows.searchsorted([group.start for group in groups]).tolist()
@@ -293,7 +293,7 @@ def _merged(parts: Sequence[tuple[slice, Any]], n: int) -> Any:
 
 
 def _as_rows(value: Any, n: int) -> Any:
-    """An array of `n` rows. What is none holds for each of them."""
+    """An array of `n` rows. A value without rows counts for each of them."""
     if isinstance(value, Mapping):
         return _filled(np.full(n, None), range(n), (info_of(value, b) for b in range(n)))
     try:

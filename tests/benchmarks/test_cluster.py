@@ -32,7 +32,7 @@ def test_cluster(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=280)
     assert done.returncode == 0, done.stderr
     results = json.loads(file.read_text(encoding="utf-8"))["results"]
-    assert {"inside", "one at a time", "stream"} <= results["speed"].keys()
+    assert {"inside", "one at a time", "pieces"} <= results["speed"].keys()
     assert results["slow"].keys() == {"3 shards", "4 shards", "4 shards, one slow, min_ready=3"}
     for part in ("speed", "slow"):
         for turns in results[part].values():

@@ -121,12 +121,12 @@ def test_a_rack_may_be_lost() -> None:
             sample_until_all_are_there()
 
 
-def test_a_stream_goes_on_after_a_loss_and_it_counts() -> None:
+def test_pieces_go_on_after_a_loss_and_it_counts() -> None:
     with ray_sampler(**RESTART, **ONCE) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         itrs: dict[int, list[int]] = {0: [], 1: []}
         is_killed = False
-        for piece in sampler.stream():
+        for piece in sampler.pieces():
             itrs[piece.shard].append(piece.itr)
             if not is_killed and len(itrs[1]) == 3:
                 kill_by_signal(sampler)
@@ -135,7 +135,7 @@ def test_a_stream_goes_on_after_a_loss_and_it_counts() -> None:
                 break
         assert itrs[1] == list(range(len(itrs[1]))), "no piece is left out"
         assert sampler.stats().shards[1].restarts == 1
-        for _ in sampler.stream(max_in_flight=2):
+        for _ in sampler.pieces(max_in_flight=2):
             kill_by_signal(sampler)
             break
         with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up"):
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
         assert_same(sampler.samples_np[:, :3], plain[0][0][:, :3])
 
 
-@pytest.mark.parametrize("state", ["ready", "sampling", "streaming", "suspended"])
+@pytest.mark.parametrize("state", ["ready", "sampling", "yielding", "suspended"])
 def test_shutdown_ends_everything_in_each_state(state: str) -> None:
     before = our_processes()
     # A suspended shard takes all of this time.
@@ -234,11 +234,11 @@ def test_shutdown_ends_everything_in_each_state(state: str) -> None:
     sampler.initialize(RandomAgent(), seed=0)
     if state == "sampling":
         sampler.start_samples(0)
-    if state == "streaming":
-        stream = sampler.stream()
+    if state == "yielding":
+        pieces = sampler.pieces()
         threading.Timer(1.0, sampler.shutdown).start()
         with pytest.raises(SamplerClosedError):
-            list(stream)
+            list(pieces)
     if state == "suspended":
         suspend(sampler)
         sampler.start_samples(0)

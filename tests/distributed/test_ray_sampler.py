@@ -228,13 +228,13 @@ def test_calls_parameters_statistics_and_errors() -> None:
             sampler.obtain_samples(6)
 
 
-def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
+def test_pieces_are_handed_over_as_they_come() -> None:
     agent = model_agent()
     n_pieces = 12
     with RaySampler(CARTPOLE, batch_T=8, batch_B=5, n_shards=2, n_workers=1, sampler_cls=SerialSampler) as sampler:
         sampler.initialize(agent, seed=3)
         pieces = []
-        for piece in sampler.stream(itr=10, max_in_flight=2, max_staleness=1):
+        for piece in sampler.pieces(itr=10, max_in_flight=2, max_staleness=1):
             assert piece.samples.env.observation.shape == (8, len(piece.env_ranks), 4)
             assert (piece.samples.agent.policy_version == piece.policy_version).all()
             assert 0 <= piece.staleness <= 1
@@ -243,7 +243,7 @@ def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
                 with torch.no_grad():
                     agent.model.value.bias += 1.0
                 agent.sync_shared_memory()
-            with pytest.raises(SamplerStateError, match="the next piece of stream"):
+            with pytest.raises(SamplerStateError, match="the next piece"):
                 sampler.obtain_samples(0)
             if len(pieces) == n_pieces:
                 break
@@ -436,10 +436,10 @@ def test_seats_and_policies_of_shards_are_those_of_one_machine(row: str, n_shard
         assert not all(each.all() for each in valid)
 
 
-def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:
+def test_pieces_have_the_seats_of_their_shard() -> None:
     with RaySampler(ScriptedGame, batch_T=20, batch_B=4, n_shards=2, n_workers=1) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        for piece, _ in zip(sampler.stream(), range(4), strict=False):
+        for piece, _ in zip(sampler.pieces(), range(4), strict=False):
             assert piece.samples.by_env().env.reward.shape == (20, 2, 3)
             assert {info.env_rank for info in piece.traj_infos} <= set(piece.env_ranks)
         assert sampler.stats().late_rewards > 0
@@ -469,7 +469,7 @@ def test_each_policy_has_its_own_parameters() -> None:
         assert figures["sampler/agent_steps"] > 0
         agents["odd"].publish()
         pieces, versions = [], []
-        for piece in sampler.stream(max_staleness=None):
+        for piece in sampler.pieces(max_staleness=None):
             pieces.append(piece)
             number, valid = piece.samples.odd.agent.agent_info.number, piece.samples.odd.env.valid
             assert (number[valid] == piece.policy_version["odd"] + 1).all()
@@ -524,7 +524,7 @@ def test_policy_of_can_be_changed_while_games_run() -> None:
     ("agents", "options", "message"),
     [
         (RandomAgent(), {"eval_n_envs": 1, "eval_max_trajectories": 2}, "counts the games of an evaluation with"),
-        (two(RandomAgent), {"sampler_cls": GpuSampler}, "shard 0 .*: several policies and an inference server"),
+        (two(RandomAgent), {"sampler_cls": GpuSampler}, "shard [01] .*: several policies and an inference server"),
     ],
 )
 def test_what_shards_cannot_do_is_refused(agents: Any, options: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from penstock import CategoricalPgAgent, SerialSampler
-from penstock.distributed import Actors, Batch, Experiment, Policies, Run, RunState, Training, role
+from penstock.distributed import Actors, Batch, Experiment, Policies, RunningExperiment, RunState, Training, role
 from penstock.workers import launcher
 
 
@@ -56,7 +56,7 @@ def make_sampler() -> SerialSampler:
     return SerialSampler("CartPole-v1", batch_T=8, batch_B=4)
 
 
-def say(run: Run, state: RunState) -> bool:
+def say(run: RunningExperiment, state: RunState) -> bool:
     statuses = {name: figures["status"] for name, figures in state.workers.items()}
     pid = int(state.trainer.get("pid", 0))
     print(json.dumps({"version": state.version, "pid": pid, "restarts": run.restarts, **statuses}), flush=True)

@@ -216,7 +216,7 @@ def test_a_recorded_episode_has_the_options_that_it_began_with(cls: Any, options
             found = levels_of(sampler)
             assert any(options is not None for options, _ in found)
             levels += [level for _, level in found]
-        n_kept = len(sampler.run.episodes._plans)
+        n_kept = len(sampler.run.log_reader._plans)
     assert n_kept < 6, "plans that no episode in the log has are dropped"
     last = 7 - every if options else 7
     assert {level // 1000 for level in levels} == {-1, 0, *range(every - 1, last + 1, every)}

@@ -19,7 +19,7 @@ _BEGUN = [EPISODE, SEED, PLAN]
 _SAVED = {"episode": EPISODE, "seed": SEED, "generation": GENERATION, "plan": PLAN}
 
 
-class EpisodeRecorder:
+class EpisodeLogWriter:
     """The worker's side of the episode log. The columns and the collector call it if `seed_episodes=True`."""
 
     slot = 0  #: of the running batch
@@ -29,11 +29,12 @@ class EpisodeRecorder:
     ) -> None:
         """`cells`: the worker's columns of each policy. Those of a policy without columns here may be empty."""
         self._log, self._first, self._streams = log, envs.start, streams
-        self._cells = [(p, own) for p, own in enumerate(cells) if own]  # in the order of the collector's recorders
-        self._recorder_of = {p: (i, own.start) for i, (p, own) in enumerate(self._cells)}
+        # In the order of the collector's recorders.
+        self._cells = [(p, columns) for p, columns in enumerate(cells) if columns]
+        self._recorder_of = {p: (i, columns.start) for i, (p, columns) in enumerate(self._cells)}
         self._t = progress.words[T : T + 1]
-        arrays, own_envs = log.memory.arrays, slice(envs.start, envs.stop)
-        self._words, self._begun = arrays.words[own_envs], arrays.begun[:, :, own_envs]
+        arrays, rows = log.memory.arrays, slice(envs.start, envs.stop)
+        self._words, self._begun = arrays.words[rows], arrays.begun[:, :, rows]
         self._words[:, EPISODE], self._words[:, GENERATION] = -1, streams.generation
         self._go_to(log.n_before)
         self._options: list[dict[str, Any] | None] = [None] * len(envs)  # of the reset that began the running episode
@@ -72,15 +73,15 @@ class EpisodeRecorder:
         words = self._words[env]
         for p, cell in self._log.seats[self._first + env]:
             i, first = self._recorder_of[p]
-            own = actions[i][cell - first : cell - first + 1]
-            self._log.write(p, cell, int(words[AT]) + 1, own, _NO_REWARD)
+            action = actions[i][cell - first : cell - first + 1]
+            self._log.write(p, cell, int(words[AT]) + 1, action, _NO_REWARD)
         words[AT] += 1
 
     def note_reward(self, env: int, i: int, column: int, reward: float) -> None:
         """This step has returned `reward` for a column of recorder i."""
-        p, own = self._cells[i]
+        p, columns = self._cells[i]
         rewards = self._log.memory.arrays.policies[f"_{p}"].reward
-        rewards[self._words[env, AT] % self._log.n_rows, own.start + column] = reward
+        rewards[self._words[env, AT] % self._log.n_rows, columns.start + column] = reward
 
     # ---- resuming --------------------------------------------------------------------------
 
@@ -120,6 +121,6 @@ class EpisodeRecorder:
 
     def end_batch(self, samples: Sequence[Any]) -> None:
         """The batch is complete: keep its actions and rewards, from the `samples` of each recorder."""
-        for (p, own), found in zip(self._cells, samples, strict=True):
-            self._log.write(p, slice(own.start, own.stop), self._position, found.action[1:], found.reward[1:])
+        for (p, columns), batch in zip(self._cells, samples, strict=True):
+            self._log.write(p, slice(columns.start, columns.stop), self._position, batch.action[1:], batch.reward[1:])
         self._go_to(self._position + self._log.batch_T)

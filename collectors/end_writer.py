@@ -12,11 +12,11 @@ from penstock.agents.agent import Agent
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import put_cell
 from penstock.buffers.slots import BatchColumns
-from penstock.columns.interface import EpisodeEnds, PolicyColumns
+from penstock.columns.interface import BatchedEnds, PolicyColumns
 from penstock.envs.rows import arrays_like
 
 
-class EpisodeEndRecorder:
+class EndWriter:
     """Writes `final_obs` and `final_value`, and for single environments the flags.
 
     Without recurrence, all values are computed in one call at the end of the batch. That is faster: a forward pass
@@ -100,7 +100,7 @@ class EpisodeEndRecorder:
             samples.final_value[t - 1, column] = values[column]
         return first
 
-    def record_rows(self, t: int, ends: EpisodeEnds) -> None:
+    def record_rows(self, t: int, ends: BatchedEnds) -> None:
         """`record` for all episodes that ended in one step, without the flags."""
         samples, columns, observation = self._samples, ends.columns, ends.observation
         is_valued = ~ends.terminated[columns]

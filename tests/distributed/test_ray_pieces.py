@@ -1,4 +1,4 @@
-"""The arithmetic of a stream: what is under way, how old it is, and that every piece is accounted for."""
+"""The arithmetic of `RaySampler.pieces`: what is under way, how old it is, and that every piece is accounted for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.distributed.ray_pool import Shard, ShardStream
+from penstock.distributed.ray_pool import PieceOrders, Shard
 from penstock.distributed.shard import Reply, ShardPlan, Started
 from penstock.workers.control import Command
 
@@ -76,11 +76,11 @@ def test_every_piece_is_handed_over_or_counted(
 ) -> None:
     seeds = data.draw(st.lists(st.integers(0, 11), min_size=8, max_size=40))
     pool = Pool(n_shards, (seeds[i % len(seeds)] + i // len(seeds) for i in itertools.count()), may_lose)
-    stream: Any = ShardStream(pool, max_in_flight, max_staleness, itr=100)  # type: ignore[arg-type]
+    orders: Any = PieceOrders(pool, max_in_flight, max_staleness, itr=100)  # type: ignore[arg-type]
     handed: Counter[Shard] = Counter()
     itrs: dict[Shard, list[int]] = {shard: [] for shard in pool.shards}
     for i in range(30):
-        shard, found, itr, staleness = stream.take((pool.newest, 1))
+        shard, found, itr, staleness = orders.take((pool.newest, 1))
         assert staleness == pool.newest - found.versions[0], "that of the policy that is oldest"
         assert max_staleness is None or staleness <= max_staleness
         handed[shard] += 1
@@ -98,9 +98,9 @@ def test_every_piece_is_handed_over_or_counted(
 def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_command_are_late() -> None:
     pool = Pool(1, itertools.count(), may_lose=False)
     (shard,) = pool.shards
-    stream: Any = ShardStream(pool, 2, None, itr=100)  # type: ignore[arg-type]
+    orders: Any = PieceOrders(pool, 2, None, itr=100)  # type: ignore[arg-type]
     comes: list[tuple[int, Started | Reply]] = [
-        (6, reply(1)),  # of the batch before the stream
+        (6, reply(1)),  # of the batch before the pieces
         (0, Started("there", 2, ())),  # the orders 100 and 101 were lost with the actor
         (7, reply(2)),
     ]
@@ -114,7 +114,7 @@ def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_comman
         return shard, number, found
 
     pool.next_reply = next_reply  # type: ignore[method-assign]
-    _, found, itr, _ = stream.take((2,))
+    _, found, itr, _ = orders.take((2,))
     assert (found.versions, itr, shard.late) == ((2,), 100, 1)
     assert list(shard.orders) == [(7, 101), (7, 102)], "the orders 100 and 101 were given again, then the next one"
 

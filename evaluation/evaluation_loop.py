@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -27,6 +28,14 @@ _Ids = npt.NDArray[np.intp]
 _ENOUGH = 3  # failed episodes, to say that the environment is broken
 
 
+@dataclass
+class _Column:
+    number: int = NO_JOB  # of the episode that runs in it
+    policy: str = ""  # of this episode
+    task: int = -1  # of its environment
+    is_reset: bool = False  # whether the episode's reset has been made
+
+
 def job_space(plan: EvaluationPlan) -> spaces.Dict:
     """The action space of an `EpisodeEnv`."""
     return spaces.Dict(
@@ -35,7 +44,7 @@ def job_space(plan: EvaluationPlan) -> spaces.Dict:
     )
 
 
-class EpisodeRun:
+class EvaluationLoop:
     """Gives each column its episodes, and lets policies act for the columns that wait. `players` act in this process;
     without them, the workers have the policies."""
 
@@ -60,65 +69,70 @@ class EpisodeRun:
         for number in numbers:
             self._todo[plan.job(number).task].append(number)
         self.n_left, self.is_broken = len(numbers), False  # broken: an error says that nothing but failures came
-        self._running: dict[int, int] = {}  # by column: the number of its episode
-        self._policy_of: dict[int, str] = {}  # by column: the policy of its episode
-        self._task_of: dict[int, int] = {}  # by column: the task of its environment
-        self._acting: set[int] = set()  # columns whose environment has been reset
-        self._charges, self._begun = Counter[int](), Counter[int]()  # by episode: its failures, and its attempts
+        self._columns = [_Column() for _ in range(n_columns)]
+        self._n_running = Counter[str]()  # by policy: its episodes that run
+        self._n_failures, self._n_attempts = Counter[int](), Counter[int]()  # by episode
         self._n_ended, self._n_failed, self._last_failure = n_ended, 0, ""
         self._action_space = plan.spaces[1]
         leaves = [part for _, part in tree_leaves(self._action_space)]
         self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for part in leaves]
         # By column: the episode that begins with its next step, or NO_JOB, and how many actions it gets.
         self._order = np.tile((NO_JOB, 0), (n_columns, 1))
-        self._swallow: set[int] = set()  # columns whose next step is only the reset after a replacement
-        self._hungry: dict[str, list[tuple[_Ids, _Ids, Any]]] = defaultdict(list)  # columns, their rows, observations
-        self._hungry_since: dict[str, float] = {}
+        self._resetting: set[int] = set()  # columns whose next step only resets them: their workers were replaced
+        # By policy: columns that wait for it, their rows in these observations, and since when they wait.
+        self._waiting: dict[str, list[tuple[_Ids, _Ids, Any, float]]] = defaultdict(list)
 
     # ---- episodes ----------------------------------------------------------------------------
 
-    def _give_job(self, column: int) -> bool:
-        """Let the column begin its next episode with the step that comes, if there is one. It prefers the task that its
+    def _begin_next(self, c: int) -> bool:
+        """Let column c begin its next episode with the step that comes, if there is one. It prefers the task that its
         environment was built for."""
-        queue = self._todo.get(self._task_of.get(column, -1)) or max(self._todo.values(), key=len)
+        column = self._columns[c]
+        queue = self._todo.get(column.task) or max(self._todo.values(), key=len)
         if not queue:
             return False
-        self._running[column] = number = queue.popleft()
-        self._order[column] = number, 0
+        column.number = number = queue.popleft()
+        self._order[c] = number, 0
         job = self._plan.job(number)
-        self._policy_of[column], self._task_of[column] = job.policy, job.task
-        self._begun[number] += 1
+        column.policy, column.task = job.policy, job.task
+        self._n_running[job.policy] += 1
+        self._n_attempts[number] += 1
         return True
 
-    def give_back(self, column: int) -> None:
-        """The episode of this column has no end: it will begin again."""
-        self._acting.discard(column)
-        self._policy_of.pop(column, None)
-        if (number := self._running.pop(column, None)) is not None:
-            self._todo[self._plan.job(number).task].appendleft(number)
+    def _put_back(self, c: int) -> None:
+        """The episode of this column, if one runs, will begin again."""
+        if (number := self._leave(c)) != NO_JOB:
+            self._todo[self._columns[c].task].appendleft(number)
 
-    def give_all_back(self) -> None:
-        """All workers have ended."""
-        for column in list(self._running):
-            self.give_back(column)
-        self._task_of.clear()
-        self._hungry.clear()
-        self._hungry_since.clear()
+    def put_all_back(self) -> None:
+        """All workers have ended: their episodes will begin again."""
+        for c, column in enumerate(self._columns):
+            self._put_back(c)
+            column.task = -1
+        self._waiting.clear()
 
-    def charge(self, column: int | None, what: str) -> None:
+    def _leave(self, c: int) -> int:
+        """No episode runs in this column any longer. Returns the number of the one that did, or `NO_JOB`."""
+        column = self._columns[c]
+        number, column.number, column.is_reset = column.number, NO_JOB, False
+        if number != NO_JOB:
+            self._n_running[column.policy] -= 1
+        return number
+
+    def count_failure(self, c: int | None, what: str) -> None:
         """The episode of this column caused a failure; None: no episode did. After its last attempt it has failed.
 
         Raises `WorkerError` if nothing but failures has come so far.
         """
-        if column is None or (number := self._running.get(column)) is None:
+        if c is None or (number := self._columns[c].number) == NO_JOB:
             return
-        self._acting.discard(column)
-        self._charges[number] += 1
-        if self._charges[number] < self._attempts:
+        self._columns[c].is_reset = False
+        self._n_failures[number] += 1
+        if self._n_failures[number] < self._attempts:
             return
-        self._finish(column, failed=what)
+        self._finish(c, failed=what)
         self._n_failed, self._last_failure = self._n_failed + 1, what
-        if self._n_failed >= _ENOUGH and not self._n_ended and not self._acting:
+        if self._n_failed >= _ENOUGH and not self._n_ended and not any(column.is_reset for column in self._columns):
             raise self._broken(what)
 
     def require_an_end(self) -> None:
@@ -130,18 +144,15 @@ class EpisodeRun:
         self.is_broken = True
         return WorkerError(f"the environment is broken: the first {self._n_failed} episodes have all failed. {what}")
 
-    def _finish(self, column: int, failed: str = "", facts: Mapping[str, Any] | None = None) -> None:
-        number = self._running.pop(column)
-        del self._policy_of[column]
-        self._acting.discard(column)
+    def _finish(self, c: int, failed: str = "", facts: Mapping[str, Any] | None = None) -> None:
+        number = self._leave(c)
         plan, job = self._plan, self._plan.job(number)
         result = EpisodeResult(job.policy, plan.task_names[job.task], job.episode, job.seed, failed=failed)
-        result.attempts = self._begun[number]
+        result.attempts = self._n_attempts[number]
         if facts is not None:
             self._n_ended += 1
-            result.length, result.terminated, result.truncated = (
-                facts[key] for key in ("length", "terminated", "truncated")
-            )
+            result.length, result.terminated = facts["length"], facts["terminated"]
+            result.truncated = facts["truncated"]
             result.metrics = _metrics(facts, plan.success)
             result.trace = facts["actions"], facts["rewards"]
         self.n_left -= 1
@@ -153,27 +164,27 @@ class EpisodeRun:
         """Run until every episode has a result. Raises a `SamplerBrokenError` if the workers cannot go on."""
         envs.reset()
         n_seen, self._n_out = 0, 0  # replacements of workers, and columns that step
-        self._swallow.clear()
-        ids = np.array([c for c in range(envs.num_envs) if self._give_job(c)], np.intp)
+        self._resetting.clear()
+        ids = np.array([c for c in range(envs.num_envs) if self._begin_next(c)], np.intp)
         while len(ids) or self._n_out:
             if len(ids):
                 self._send(envs, ids)
             received = self._receive(envs)
             if received is None:
-                ids = self._feed(is_idle=False)
+                ids = self._act(is_idle=False)
                 continue
             observation, reward, _, _, infos = received
             for restart in envs.restarts[n_seen:]:
-                self.charge(restart.env_rank, restart.what)
+                self.count_failure(restart.env_rank, restart.what)
             ids, n_seen = infos["env_id"], len(envs.restarts)
             self._n_out -= len(ids)
             acts, sends = self._read(ids, infos)
             if self._players is not None:
                 sends &= ~acts
-                self._note_hungry(ids, np.flatnonzero(acts), reward, observation)
+                self._wait_for_policies(ids, np.flatnonzero(acts), reward, observation)
             ids = ids[sends]
-            if self._hungry:
-                ids = np.concatenate([ids, self._feed(is_idle=not (len(ids) or self._n_out))])
+            if self._waiting:
+                ids = np.concatenate([ids, self._act(is_idle=not (len(ids) or self._n_out))])
 
     def _send(self, envs: ShmVectorEnv, ids: _Ids) -> None:
         chunk = tree_of(self._action_space, [part[ids] for part in self._chunk])
@@ -186,29 +197,29 @@ class EpisodeRun:
         again, if no policy acts in this process."""
         lost, notes = infos.get("worker_restarted"), infos.get("note")
         acts, sends = np.ones(len(ids), np.bool_), np.ones(len(ids), np.bool_)
-        if lost is None and notes is None and not self._swallow and len(self._running) >= len(ids):
+        if lost is None and notes is None and not self._resetting and self._n_running.total() >= len(ids):
             return acts, sends  # the usual case
-        for row, column in enumerate(ids.tolist()):
+        for row, c in enumerate(ids.tolist()):
             acts[row] = False
             if lost is not None and lost[row]:
-                self.give_back(column)
-                self._swallow.add(column)
+                self._put_back(c)
+                self._resetting.add(c)
                 continue
             kind, value = (notes[row] if notes is not None else None) or ("", None)
-            if column in self._swallow:
-                self._swallow.remove(column)
-            elif column in self._running and self._goes_on(column, kind, value):
+            if c in self._resetting:
+                self._resetting.remove(c)
+            elif self._columns[c].number != NO_JOB and self._take_note(c, kind, value):
                 acts[row] = kind != "more"
                 continue
-            sends[row] = self._give_job(column)
+            sends[row] = self._begin_next(c)
         return acts, sends
 
     def _receive(self, envs: ShmVectorEnv) -> Any:
         """The next results; None if a policy should not wait for them any longer."""
         wanted = 1 if self._players is None else max(1, self._n_missing())
-        if not self._hungry or self._max_wait is None:
+        if not self._waiting or self._max_wait is None:
             return envs.recv(wanted)
-        left = min(self._hungry_since.values()) + self._max_wait - time.monotonic()
+        left = min(parts[0][-1] for parts in self._waiting.values()) + self._max_wait - time.monotonic()
         try:
             return envs.recv(wanted, timeout=max(left, 0.0))
         except WaitTimeoutError:
@@ -216,68 +227,68 @@ class EpisodeRun:
 
     def _n_missing(self) -> int:
         """How many results must come before some policy may act."""
-        numbers = []
-        for name, n in Counter(self._policy_of.values()).items():
-            numbers.append(self._n_wanted(n) - sum(len(columns) for columns, _, _ in self._hungry.get(name, ())))
-        return min([self._n_out, *numbers])
+        n_waiting = {name: sum(len(part[0]) for part in parts) for name, parts in self._waiting.items()}
+        missing = [self._n_wanted(n) - n_waiting.get(name, 0) for name, n in self._n_running.items() if n]
+        return min([self._n_out, *missing])
 
     def _n_wanted(self, n_running: int) -> int:
         """For how many waiting columns a policy acts, if it has so many."""
         wanted = self._min_ready if self._min_ready >= 1 else self._min_ready * n_running
         return max(1, min(n_running, -int(-wanted // 1)))
 
-    def _goes_on(self, column: int, kind: str, value: Any) -> bool:
-        """Take the note of a step. Returns whether the episode goes on."""
-        player = None if self._players is None else self._players[self._policy_of[column]]
+    def _take_note(self, c: int, kind: str, value: Any) -> bool:
+        """Act on the note of a step. Returns whether the episode continues."""
+        column = self._columns[c]
+        player = None if self._players is None else self._players[column.policy]
         if kind == "ended":
-            self._finish(column, facts=value)
+            self._finish(c, facts=value)
         elif kind == "raised":
-            self.charge(column, value)
-            self.give_back(column)
+            self.count_failure(c, value)
+            self._put_back(c)
         elif kind == "policy raised":
             report = load_exception(*value)
             if report.exception is None:
                 raise WorkerError(f"a policy raised {report.headline}") from report.as_cause()
             raise report.as_cause()
         elif kind == "begun":
-            self._acting.add(column)
+            column.is_reset = True
             if player is not None:
-                job = self._plan.job(self._running[column])
-                player.begin(column, self._plan.rng(job), self._plan.task_names[job.task], value)
+                job = self._plan.job(column.number)
+                player.begin(c, self._plan.rng(job), self._plan.task_names[job.task], value)
         elif player is not None and value:
-            player.infos[column].update(value)
-        return column in self._running
+            player.infos[c].update(value)
+        return column.number != NO_JOB
 
     # ---- policies ----------------------------------------------------------------------------
 
-    def _note_hungry(self, ids: _Ids, rows: _Ids, reward: npt.NDArray[np.float64], observation: Any) -> None:
-        """The columns in these rows wait for their policy."""
+    def _wait_for_policies(self, ids: _Ids, rows: _Ids, reward: npt.NDArray[np.float64], observation: Any) -> None:
+        """Note that the columns in these rows wait for their policies."""
         assert self._players is not None
         if len(self._players) == 1:
             groups = {next(iter(self._players)): rows}
         else:
-            names = np.array([self._policy_of[column] for column in ids[rows].tolist()])
+            names = np.array([self._columns[c].policy for c in ids[rows].tolist()])
             groups = {name: rows[names == name] for name in dict.fromkeys(names.tolist())}
-        for name, own in groups.items():
-            if len(own):
-                self._players[name].last_reward[ids[own]] = reward[own]
-                self._hungry[name].append((ids[own], own, observation))
-                self._hungry_since.setdefault(name, time.monotonic())
+        for name, group in groups.items():
+            if len(group):
+                columns = ids[group]
+                self._players[name].last_reward[columns] = reward[group]
+                self._waiting[name].append((columns, group, observation, time.monotonic()))
 
-    def _feed(self, *, is_idle: bool) -> _Ids:
-        """Let each policy act for the columns that wait for it, if these are enough, or no other step runs. For whom it
-        acts together has no effect on the episodes. Returns the columns that have an action now."""
+    def _act(self, *, is_idle: bool) -> _Ids:
+        """Let each policy act for the columns that wait for it, if these are enough, or no other step runs. For which
+        columns it acts together does not change the episodes. Returns the columns that have an action now."""
         assert self._players is not None
-        fed, now = [np.zeros(0, np.intp)], time.monotonic()
-        for name, parts in list(self._hungry.items()):
-            columns = np.concatenate([own for own, _, _ in parts])
-            is_late = self._max_wait is not None and now >= self._hungry_since[name] + self._max_wait
-            n_running = len(self._running) if len(self._plan.policies) == 1 else [*self._policy_of.values()].count(name)
-            if not (is_idle or is_late) and len(columns) < self._n_wanted(n_running):
+        ready, now = [np.zeros(0, np.intp)], time.monotonic()
+        for name, parts in list(self._waiting.items()):
+            columns = np.concatenate([part[0] for part in parts])
+            is_late = self._max_wait is not None and now >= parts[0][-1] + self._max_wait
+            if not (is_idle or is_late) and len(columns) < self._n_wanted(self._n_running[name]):
                 continue
-            del self._hungry[name], self._hungry_since[name]
+            del self._waiting[name]
             player, space = self._players[name], self._plan.spaces[0]
-            chunks = player.act(columns, concatenated(space, [_rows(space, whole, rows) for _, rows, whole in parts]))
+            observation = concatenated(space, [_rows(space, whole, rows) for _, rows, whole, _ in parts])
+            chunks = player.act(columns, observation)
             n = chunks[0].shape[1]
             if n > LONGEST_CHUNK:
                 raise ConfigError(
@@ -287,8 +298,8 @@ class EpisodeRun:
             self._order[columns, 1] = n
             for place, chunk in zip(self._chunk, chunks, strict=True):
                 place[columns, :n] = chunk
-            fed.append(columns)
-        return np.concatenate(fed)
+            ready.append(columns)
+        return np.concatenate(ready)
 
 
 def _rows(space: gym.Space[Any], batch: Any, rows: _Ids) -> Any:
@@ -299,17 +310,17 @@ def _rows(space: gym.Space[Any], batch: Any, rows: _Ids) -> Any:
 def _metrics(facts: Mapping[str, Any], success: str | None) -> dict[str, float | bool]:
     """The numbers in the last info, the return, and success. Booleans stay booleans: their mean is a share."""
     info = facts["info"]
-    found: dict[str, float | bool] = {}
+    metrics: dict[str, float | bool] = {}
     for key, value in info.items():
         array = np.zeros(0) if isinstance(value, dict | list | None) else np.asarray(value)
         if array.size == 1 and array.dtype.kind in "fiub":
-            found[key] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())
-    found["return"] = facts["return"]
+            metrics[key] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())
+    metrics["return"] = facts["return"]
     if success is not None:
         if success not in info:
             raise ConfigError(
                 f"success={success!r} is not in the info of the last step of an episode, which has {sorted(info)}: the "
                 "environment must say it at the end of each"
             )
-        found["success"] = is_true(info[success])
-    return found
+        metrics["success"] = is_true(info[success])
+    return metrics

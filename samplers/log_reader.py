@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _IN_ENVIRONMENT = (Phase.STEPPING, Phase.RESETTING, Phase.DECORRELATING)
 
 
-class RecordedEpisodes:
+class EpisodeLogReader:
     """Makes the `RecordedEpisode` of a failure, or of any step of the last batch."""
 
     def __init__(
@@ -50,9 +50,9 @@ class RecordedEpisodes:
     ) -> None:
         """`factories` has one entry per environment. `plan` is the first. Raises `ConfigError` if the folder
         `crash_dir` cannot be made."""
-        assert memory.episodes is not None
+        assert memory.episode_log is not None
         self._memory, self._factories, self._seed = memory, factories, seed
-        self._log: EpisodeLog = memory.episodes
+        self._log: EpisodeLog = memory.episode_log
         self._last: Sequence[Any] = ()  # `observation` and `valid` of the last batch, for each policy
         self._plans = {0: plan}  # by number: those that an episode in the log may have begun with, and the newest
         self._crash_dir, self._n_saved = None if crash_dir is None else Path(crash_dir), 0
@@ -71,7 +71,7 @@ class RecordedEpisodes:
         arrays = self._log.memory.arrays
         # Environments that are parked begin with the newest one so far, before their workers read this plan.
         used = {0, newest, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
-        self._plans = {n: own for n, own in self._plans.items() if n in used}
+        self._plans = {n: plan for n, plan in self._plans.items() if n in used}
         self.load_plans(content)
 
     def load_plans(self, content: bytes) -> None:
@@ -113,34 +113,34 @@ class RecordedEpisodes:
         arrays = layouts_of(self._memory.slots[slot])
         begun = words[EPISODE], words[SEED], words[PLAN]
         try:
-            found = self._make(plan, column, begun, (start, row, position), arrays)
+            episode = self._make(plan, column, begun, (start, row, position), arrays)
         except ConfigError:  # of the user's episode_plan, which has failed in the worker too
             return None
-        return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
+        return self._saved(replace(episode, failure=f"{status} failed while {status.doing}"))
 
-    def _saved(self, found: RecordedEpisode) -> RecordedEpisode:
-        """`found`, after it has been written into the folder `crash_dir`, if there is one."""
+    def _saved(self, episode: RecordedEpisode) -> RecordedEpisode:
+        """`episode`, after it has been written into the folder `crash_dir`, if there is one."""
         if self._crash_dir is None:
-            return found
-        name = f"env_rank_{found.context.env_rank}-episode_{found.episode}-step_{found.step}"
+            return episode
+        name = f"env_rank_{episode.context.env_rank}-episode_{episode.episode}-step_{episode.step}"
         self._n_saved += 1
         path = self._crash_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_saved}.episode"
-        found = replace(found, path=os.fspath(path))
+        episode = replace(episode, path=os.fspath(path))
         try:
-            pickled = found.pickled()
+            pickled = episode.pickled()
             with open(path, "xb") as file:  # a new file: somebody else may have put a link there
                 file.write(pickled)
         except (OSError, ConfigError) as error:  # the failure itself must be reported in any case
-            return replace(found, path=f"not written: {error}")
-        return found
+            return replace(episode, path=f"not written: {error}")
+        return episode
 
     # ---- any step --------------------------------------------------------------------------
 
     def keep(self, slot: int) -> None:
         """The learner gets the batch in `slot` next, and may change it: keep what `at` needs of it."""
         self._last = [
-            NamedArrays(observation=map_leaves(np.copy, own.observation), valid=own.valid.copy())
-            for own in layouts_of(self._memory.slots[slot])
+            NamedArrays(observation=map_leaves(np.copy, layout.observation), valid=layout.valid.copy())
+            for layout in layouts_of(self._memory.slots[slot])
         ]
 
     def at(self, plan: WorkerPlan, env_rank: int, t: int, slot: int) -> RecordedEpisode:
@@ -217,7 +217,7 @@ class RecordedEpisodes:
 def episode_of(run: Run, env_rank: int, t: int) -> RecordedEpisode:
     """See `Sampler.episode`."""
     run.require(EPISODE_CALL)
-    if run.episodes is None:
+    if run.log_reader is None:
         raise ConfigError(
             "episode needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
         )
@@ -227,4 +227,4 @@ def episode_of(run: Run, env_rank: int, t: int) -> RecordedEpisode:
     env_rank = integer("env_rank", env_rank, first, first + config.batch_B - 1)
     t = integer("t", t, 0, config.batch_T - 1)
     (plan,) = (status.plan for status in run.pool.statuses() if env_rank in status.plan.env_ranks)
-    return run.episodes.at(plan, env_rank, t, (run.batch - 1) % run.batches.n_slots)
+    return run.log_reader.at(plan, env_rank, t, (run.batch - 1) % run.batches.n_slots)
