@@ -3,11 +3,8 @@
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ import torch
 from penstock import ParallelSampler
 
 from ..scale import FULL
-from ..starter import fork, run
+from ..starter import run
 
 pytestmark = pytest.mark.slow
 
@@ -88,20 +85,6 @@ def skip_without(library: str) -> None:
         pytest.skip(f"needs {library.partition('.')[0]}: {error}")
 
 
-@pytest.fixture
-def _fork(starter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daily, the process of `start_evaluation` is a fork of one that has imported torch."""
-
-    def popen(command: list[str], **options: Any) -> Any:
-        (tmp_path / "child.py").write_text(command[-1], encoding="utf-8")
-        return fork([sys.executable, tmp_path / "child.py"], **options)
-
-    if not FULL:
-        module = importlib.import_module("penstock.workers.child")
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
-
-
-@pytest.mark.usefixtures("_fork")
 @pytest.mark.filterwarnings("default")  # a page may warn: for example, tune on a busy machine
 @pytest.mark.parametrize("page", [page for page in OWN if page not in NEEDS])
 def test_a_page_runs_as_written(page: str) -> None:
