@@ -18,6 +18,7 @@ from gymnasium import spaces
 
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.shared_parameters import SharedParameters, parameters_of
+from penstock.arguments import must_be
 from penstock.buffers.named import ArrayTree, NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.errors import ConfigError, SamplerStateError, SpaceError, brief
@@ -36,6 +37,13 @@ class AgentStep(NamedTuple):
 
     action: Any  #: `[B, ...]`, one action per column, in the structure of the action space
     agent_info: Any = NamedArrays()  #: arrays `[B, ...]` to record with the action, by name
+
+
+def as_agent(name: str, value: Any) -> Agent:
+    """`value`; raises `ConfigError` naming the argument unless it is an agent."""
+    wanted = "a penstock Agent (wrap a model, for example CategoricalPgAgent(model), or subclass penstock.Agent)"
+    agent: Agent = must_be(name, value, isinstance(value, Agent), wanted)
+    return agent
 
 
 def as_agent_step(step: object, agent: Agent) -> AgentStep:

@@ -17,7 +17,7 @@ from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
 from penstock.agents.random import draw
 from penstock.agents.schedules import ColumnSetting, Setting
 from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array
-from penstock.errors import ConfigError
+from penstock.arguments import one_of
 
 
 class DeterministicPgAgent(TorchAgent):
@@ -52,8 +52,7 @@ class DeterministicPgAgent(TorchAgent):
         device: Device = None,
     ) -> None:
         super().__init__(model, inference=inference, device=device)
-        if noise not in ("gaussian", "ou"):
-            raise ConfigError(f'noise must be "gaussian" or "ou", got {noise!r}')
+        one_of("noise", noise, ("gaussian", "ou"))
         self._sigma_setting = ColumnSetting("sigma", sigma)
         self._ou = (ou_theta, ou_dt) if noise == "ou" else None
         self.squash, self.warmup_random_itrs = squash, warmup_random_itrs

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.agent import Agent, AgentRuntime, AgentStep, Space, as_agent_step
+from penstock.agents.agent import Agent, AgentRuntime, AgentStep, Space, as_agent, as_agent_step
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import as_named, map_leaves
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import SpaceError
 
 
 class DelegatingRuntime(AgentRuntime):
@@ -79,9 +79,7 @@ class DelegatingAgent(Agent):
     in_worker = False
 
     def __init__(self, agent: Agent) -> None:
-        if not isinstance(agent, Agent):
-            raise ConfigError(f"agent must be a penstock Agent, got {type(agent).__name__}")
-        self.agent = agent
+        self.agent = as_agent("agent", agent)
         self.recurrent, self.mask_key, self.joint = agent.recurrent, agent.mask_key, agent.joint
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:

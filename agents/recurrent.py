@@ -18,7 +18,7 @@ from penstock.agents.inference import Inference
 from penstock.agents.policy_gradient import PgAgent, PolicyHead, previous_inputs
 from penstock.agents.schedules import Setting
 from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_tuple, value_array
-from penstock.arguments import signature
+from penstock.arguments import must_be, signature
 from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.samples import Samples
 from penstock.errors import ConfigError, SpaceError
@@ -140,9 +140,8 @@ class RecurrentState:
                 )
             return _zeros(shape, self._dtype, next((p.device for p in self._model.parameters()), None))
         state = given() if callable(given) else given
-        if not _parts(state) or not all(isinstance(leaf, torch.Tensor) for leaf in _parts(state).values()):
-            raise ConfigError(f"initial_state must be a tensor, or a tuple or dict of tensors, got {state!r}")
-        return state
+        fits = _parts(state) and all(isinstance(leaf, torch.Tensor) for leaf in _parts(state).values())
+        return must_be("initial_state", state, fits, "a tensor, or a tuple or dict of tensors")
 
 
 def _parts(state: object) -> Mapping[str, Any]:
@@ -197,9 +196,8 @@ class _RecurrentAgent(TorchAgent):
                 f'{type(self).__name__} needs inference="torch", got "{self.inference}": a recurrent model cannot be '
                 "traced with its state"
             )
-        if record_state not in ("step", "batch", None):
-            raise ConfigError(f'record_state must be "step", "batch" or None, got {record_state!r}')
-        self.record_state = record_state
+        fits = record_state in ("step", "batch", None)
+        self.record_state: _RecordState = must_be("record_state", record_state, fits, '"step", "batch" or None')
         self._has_stepped = np.zeros(0, np.bool_)  # per column: whether it has stepped in this batch
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:

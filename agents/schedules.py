@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.arguments import must_be
 from penstock.errors import ConfigError
 
 #: One number for all environments, or one per environment in the order of env_ranks, or a function of `itr` that
@@ -28,8 +29,8 @@ class LinearSchedule:
     n_itrs: int
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.n_itrs, int | float | np.integer | np.floating) and self.n_itrs >= 1):
-            raise ConfigError(f"n_itrs of a LinearSchedule must be at least 1, got {self.n_itrs!r}")
+        fits = isinstance(self.n_itrs, int | float | np.integer | np.floating) and self.n_itrs >= 1
+        must_be("n_itrs of a LinearSchedule", self.n_itrs, fits, "at least 1")
 
     def __call__(self, itr: int) -> float:
         done = min(max(itr / self.n_itrs, 0.0), 1.0)

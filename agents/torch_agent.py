@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.agents.agent import Agent, AgentRuntime, Space, zeros_of
 from penstock.agents.inference import INFERENCE, Inference, TracedModel
 from penstock.agents.numpy_model import NumpyModel
-from penstock.arguments import one_of, signature
+from penstock.arguments import must_be, one_of, signature
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, SpaceError
@@ -264,8 +264,8 @@ class TorchAgent(Agent):
     _numpy_model: NumpyModel | None = None
 
     def __init__(self, model: ModelSource, *, inference: Inference = "torch", device: Device = None) -> None:
-        if not (isinstance(model, nn.Module) or callable(model)):
-            raise ConfigError(f"model must be an nn.Module or a callable that builds one, got {type(model).__name__}")
+        fits = isinstance(model, nn.Module) or callable(model)
+        must_be("model", model, fits, "an nn.Module or a callable that builds one")
         one_of("inference", inference, INFERENCE)
         self._model_source, self.inference = model, inference
         try:
@@ -307,8 +307,7 @@ class TorchAgent(Agent):
                 f"the model could not be built: {in_one_line(error)}. It is called without arguments, or with "
                 "observation_space and action_space if its signature has parameters of these names"
             ) from error
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"the model factory must return an nn.Module, got {type(model).__name__}")
+        must_be("what the model factory returns", model, isinstance(model, nn.Module), "an nn.Module")
         return model
 
     def _lazy_tensors(self) -> list[str]:

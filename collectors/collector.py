@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.agents.agent import Agent
+from penstock.arguments import must_be
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.slots import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
@@ -19,7 +20,7 @@ from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
@@ -471,11 +472,9 @@ def extra_example(cls: type[Collector]) -> NamedArrays | None:
     """Zeros for one step of the `extra_fields` of a collector; None if there are none. Raises `ConfigError` or
     `SpaceError` for what cannot be a field."""
     fields: Any = cls.extra_fields
-    if not isinstance(fields, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in fields):
-        raise ConfigError(
-            f"extra_fields of {cls.__name__} must be a dict of names and spaces or examples, such as "
-            f'{{"cost": np.float32(0)}}, got {brief(fields)}'
-        )
+    fits = isinstance(fields, Mapping) and all(isinstance(name, str) and name.isidentifier() for name in fields)
+    wanted = 'a dict of names and spaces or examples, such as {"cost": np.float32(0)}'
+    must_be(f"extra_fields of {cls.__name__}", fields, fits, wanted)
     for name in fields:
         if iskeyword(name) or name.startswith("_") or hasattr(NamedArrays, name):
             raise ConfigError(
@@ -491,6 +490,5 @@ def _example_of_field(cls: type[Collector], name: str, declared: Any) -> Any:
     if isinstance(declared, gym.Space):
         return example_of(declared, where)
     array = np.asarray(declared)
-    if array.dtype.kind not in "biufc":
-        raise ConfigError(f"{where} must be a space, a number or an array of numbers, got {brief(declared)}")
+    must_be(where, declared, array.dtype.kind in "biufc", "a space, a number or an array of numbers")
     return np.zeros_like(array)

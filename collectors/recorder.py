@@ -20,13 +20,14 @@ from penstock.buffers.tree import map_tree
 from penstock.collectors.end_writer import EndWriter
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import (
+    NO_LEGAL_ACTION,
+    NOT_FLAGS,
     BatchedEnds,
     Events,
     PolicyColumns,
     PolicyEvents,
-    no_legal_action,
-    require_flags,
-    require_legal_actions,
+    mask_error,
+    require_masks,
 )
 from penstock.envs.checks import require_number
 from penstock.envs.infos import InfoWriter
@@ -132,7 +133,7 @@ class Recorder:
         if columns.idle:
             columns.blank_idle(samples.observation_rows[0])
         if self._is_first and self._mask is not None:
-            require_flags(self._mask, samples.observation_rows[0], columns)
+            require_masks(columns, self._mask.has_others(samples.observation_rows[0]), NOT_FLAGS)
         self._is_first = False
         self._enter_mode(itr)
 
@@ -152,7 +153,7 @@ class Recorder:
         self.progress.begin_acting(self.first_t + t)
         samples = self.samples
         if self._mask is not None:
-            require_legal_actions(self._mask, samples.observation_rows[t], self.columns)
+            require_masks(self.columns, self._mask.has_none(samples.observation_rows[t]), NO_LEGAL_ACTION)
         step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, self.agent)
@@ -387,7 +388,7 @@ class Recorder:
             else:
                 observation, uniform = self.columns.current(column), rng.random((1, mask.n_components))
                 if self._mask is not None and column not in self.columns.idle and mask.has_none(observation).any():
-                    raise no_legal_action(self.columns, column)
+                    raise mask_error(self.columns, column, NO_LEGAL_ACTION)
                 row = mask.draw(mask.legal(observation), uniform)
             self.prev_action[column] = 0 if column in self.columns.idle else row[0]
 

@@ -22,7 +22,7 @@ from penstock.buffers.native import put_cell, put_row
 from penstock.collectors.recorder import Recorder
 from penstock.collectors.recorder_group import RecorderGroup
 from penstock.collectors.tracking import BatchTracker
-from penstock.columns.interface import no_legal_action, not_flags
+from penstock.columns.interface import NO_LEGAL_ACTION, NOT_FLAGS, mask_error
 from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.errors import SpaceError, brief
@@ -166,9 +166,9 @@ class TurnRecorder(Recorder):
         if self._is_first:
             self._is_first = False
             if (others := mask.has_others(observation)).any():
-                raise not_flags(self.columns, self.columns.asked[int(others.argmax())])
+                raise mask_error(self.columns, self.columns.asked[int(others.argmax())], NOT_FLAGS)
         if (none := mask.has_none(observation)).any():
-            raise no_legal_action(self.columns, self.columns.asked[int(none.argmax())])
+            raise mask_error(self.columns, self.columns.asked[int(none.argmax())], NO_LEGAL_ACTION)
 
     def record_env_info(self, t: int) -> None:
         seats = self.columns

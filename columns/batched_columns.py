@@ -104,7 +104,8 @@ class BatchedColumns(PolicyColumns, Columns):
         elif any(start.actions is not None for start in starts):
             raise ConfigError(f"{self.env} cannot repeat an episode of one row: use single environments")
         elif starts and starts[0].state is not None:
-            self._continue(*starts[0].state)
+            self.observations, self.waiting, resetting = self._saved(0, starts[0])
+            self._note_resetting(resetting)
             return (envs,)
         else:
             calls = _calls(envs, starts)
@@ -222,12 +223,6 @@ class BatchedColumns(PolicyColumns, Columns):
 
     def save(self, e: int) -> Any:
         return snapshot(self.observations), self.waiting, self._resetting
-
-    def _continue(self, kind: str, data: bytes, saved: Any) -> None:
-        """Let the environment, and so all rows, continue a saved run."""
-        self._load(0, kind, data)
-        self.observations, self.waiting, resetting = saved
-        self._note_resetting(resetting)
 
     def park(self, envs: Sequence[int]) -> None:
         self._note_decided(envs)
@@ -405,9 +400,7 @@ class BatchedColumns(PolicyColumns, Columns):
         row[...] = self.rewards
         if self.checks.check_finite and not np.isfinite(row).all():
             column = int(np.isfinite(row).argmin())
-            raise SpaceError(
-                f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
-            )
+            raise self.not_finite(column, float(row[column]))
 
     def write_infos(self, writer: InfoWriter, t: int) -> None:
         writer.write_batched(t, self.infos, self._was_idle)

@@ -15,13 +15,12 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.action_masks import ActionMask
 from penstock.buffers.tree import map_tree
 from penstock.envs.checks import Checks, check_row
 from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.envs.state import StateKind, load_env
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
@@ -180,6 +179,11 @@ class PolicyColumns:
     def write_rewards(self, row: Any) -> None:
         """Write the rewards of the last step into `row` `[B]`."""
 
+    def not_finite(self, column: int, reward: object) -> SpaceError:
+        """The error for a reward that is NaN or inf."""
+        problem = f"must be finite (check_finite=True), got {brief(reward)}"
+        return self.with_env_rank(column, ColumnError(column, "the reward", problem))
+
     def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
         """Write the current observations into row t of `arrays`, and the rewards into row t of `rewards` `[T, B]`."""
         if t != self.written_row:
@@ -278,12 +282,19 @@ class Columns(ABC):
     def _use(self, e: int, env: Any) -> None:
         """Step `env` in the place of environment e from now on."""
 
-    def _load(self, e: int, kind: str, data: bytes) -> None:
-        """Environment e, or a new one in its place, continues with this state."""
+    def _saved(self, e: int, start: Start) -> Any:
+        """What `save` has returned, if `start` says that environment e continues a saved run: it is loaded here. None:
+        it does not, or its episode is repeated."""
+        if start.generation is not None and self.log_writer is not None:
+            self.log_writer.restart(e, start.generation)
+        if start.state is None:
+            return None
+        kind, data, saved = start.state
         if (new := load_env(env := self.envs[e], kind, data)) is not env:
             if self.when_replaced is not None:
                 self.when_replaced(env, new)
             self._use(e, new)
+        return saved
 
     def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
         """The game of environment e has failed with `error`: build it again."""
@@ -303,28 +314,17 @@ class Columns(ABC):
         """The columns of environment e, for each policy."""
 
 
-def require_legal_actions(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:
-    """Raise `SpaceError` with the env_rank if `observation` `[B, ...]` allows no action in a column that is not
-    idle."""
-    for column in np.flatnonzero(mask.has_none(observation)).tolist():
+NO_LEGAL_ACTION = "allows no action, but the episode has not ended: end the episode, or allow an action"
+NOT_FLAGS = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
+
+
+def require_masks(columns: PolicyColumns, is_wrong: npt.NDArray[np.bool_], problem: str) -> None:
+    """Raise `SpaceError` with the env_rank for the first column that is not idle and whose mask `is_wrong` `[B]`."""
+    for column in np.flatnonzero(is_wrong).tolist():
         if column not in columns.idle:
-            raise no_legal_action(columns, column)
+            raise mask_error(columns, column, problem)
 
 
-def require_flags(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:
-    """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
-    for column in np.flatnonzero(mask.has_others(observation)).tolist():
-        if column not in columns.idle:
-            raise not_flags(columns, column)
-
-
-def not_flags(columns: PolicyColumns, column: int) -> SpaceError:
-    """The error for a mask with other numbers than 0 and 1."""
-    problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
-    return columns.with_env_rank(column, ColumnError(column, "the action mask", problem))
-
-
-def no_legal_action(columns: PolicyColumns, column: int) -> SpaceError:
-    """The error for a mask without a legal action."""
-    problem = "allows no action, but the episode has not ended: end the episode, or allow an action"
+def mask_error(columns: PolicyColumns, column: int, problem: str) -> SpaceError:
+    """The error for the mask of this column."""
     return columns.with_env_rank(column, ColumnError(column, "the action mask", problem))

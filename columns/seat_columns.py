@@ -18,7 +18,7 @@ from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import step_game
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.recorded_episode import follow
-from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
+from penstock.envs.seats import AgentId, ParallelView, Result, SeatRank, are_by_agent, has_vanished
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import ControlBlock, Phase, Progress, UntimedProgress
 
@@ -230,18 +230,14 @@ class LockStepColumns(Columns):
     def _continue(self, e: int, start: Start) -> bool:
         """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
         repeated differs. Returns whether it continues."""
-        if start.generation is not None and self.log_writer is not None:
-            self.log_writer.restart(e, start.generation)
-        if start.state is not None:
-            kind, data, saved = start.state
-            self._load(e, kind, data)
-        elif start.actions is not None:
+        saved, env_rank = self._saved(e, start), self.env_ranks[e]
+        if start.state is None:
+            if start.actions is None:
+                return False
             assert self.log_writer is not None
-            game = WholeGame(self.envs[e], self.env_ranks[e], self.log_writer.agents(e))  # no hook sees its steps
-            follow(game, start, f"the episode of env_rank {self.env_ranks[e]}")
+            game = WholeGame(self.envs[e], env_rank, self.log_writer.agents(e))  # no hook sees its steps
+            follow(game, start, f"the episode of env_rank {env_rank}")
             saved = game.columns.save(0)
-        else:
-            return False
         self.clear(e)
         self._ended[e] = set(saved["ended"])
         self._join(e, saved["agents"], saved["observations"])
@@ -345,7 +341,7 @@ class LockStepColumns(Columns):
         if self._tells_infos:
             self._tell_infos(e, "step")
         if not is_stored:
-            self._settle(e, before, *result)
+            self._settle(e, before, result)
         elif whole is None:
             self._spread(places, living)
 
@@ -366,17 +362,9 @@ class LockStepColumns(Columns):
                 before[agent] = columns.observations[column], snapshot(given[agent])
         return before
 
-    def _settle(
-        self,
-        e: int,
-        before: Mapping[AgentId, tuple[Any, Any]] | None,
-        observations: Mapping[Any, Any],
-        rewards: Mapping[Any, Any],
-        terminated: Mapping[Any, Any],
-        truncated: Mapping[Any, Any],
-        infos: Mapping[Any, Any],
-    ) -> None:
+    def _settle(self, e: int, before: Mapping[AgentId, tuple[Any, Any]] | None, result: Result) -> None:
         """Any step: someone may have joined or ended, or the dicts are in another order."""
+        observations, rewards, terminated, truncated, infos = result
         places = self.places[e]
         agents = self._listed(e)
         flags_of = [agent for agent in (*terminated, *truncated) if agent != "__all__"]  # which RLlib's games have

@@ -84,11 +84,8 @@ class ListedColumns(PolicyColumns):
                 row[...] = array
         except FloatingPointError:  # an overflow
             column = int(np.abs(array).argmax())
-            self.progress.at_env(self.env_ranks[column])
-            raise SpaceError(
-                f"the reward of env_rank {self.env_ranks[column]} must be a number that {row.dtype} can hold, got "
-                f"{brief(self.rewards[column])}"
-            ) from None
+            problem = f"must be a number that {row.dtype} can hold, got {brief(self.rewards[column])}"
+            raise self.with_env_rank(column, ColumnError(column, "the reward", problem)) from None
         if self.checks.check_finite and not (finite := np.isfinite(row)).all():
             column = int(finite.argmin())
             raise self.not_finite(column, self.rewards[column])
@@ -100,12 +97,6 @@ class ListedColumns(PolicyColumns):
             self.progress.at_env(self.env_ranks[b])
             numbers[b] = require_number(reward, self.env_ranks[b])
         return numbers
-
-    def not_finite(self, column: int, reward: object) -> SpaceError:
-        """The error for a reward that is NaN or inf."""
-        env_rank = self.env_ranks[column]
-        self.progress.at_env(env_rank)
-        return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
     def watched(self) -> None:
         if self.keep_info is not None and self.no_info is None:
@@ -269,15 +260,11 @@ class SingleColumns(ListedColumns, Columns):
     def _continue(self, e: int, start: Start) -> bool:
         """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
         repeated differs. Returns whether it continues."""
-        if start.generation is not None and self.log_writer is not None:
-            self.log_writer.restart(e, start.generation)
-        if start.state is not None:
-            kind, data, observation = start.state
-            self._load(e, kind, data)
-        elif start.actions is not None:
+        observation = self._saved(e, start)
+        if start.state is None:
+            if start.actions is None:
+                return False
             observation = follow(self.envs[e], start, f"the episode of env_rank {self.env_ranks[e]}")
-        else:
-            return False
         self._note(e, observation)
         self.check_column(e)
         return True

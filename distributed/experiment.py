@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agents import Agent
-from penstock.arguments import integer, one_of, seconds, true_or_false
+from penstock.arguments import integer, must_be, one_of, seconds, true_or_false
 from penstock.distributed.actor_worker import Actors, ActorWorker
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
@@ -145,11 +145,9 @@ class Experiment:
         """
         allowed = self.actors.joining_names
         wrong = [name for name in names if name not in allowed]
-        if wrong or not names or isinstance(names, str) or len({*names}) < len(names):
-            raise ConfigError(
-                f"the names must be different ones of {', '.join(allowed) or 'none'}, as Actors(joining="
-                f"{self.actors.joining}) says, got {names!r}"
-            )
+        fits = not wrong and names and not isinstance(names, str) and len({*names}) == len(names)
+        listed = ", ".join(allowed) or "none"
+        must_be("the names", names, fits, f"different ones of {listed}, as Actors(joining={self.actors.joining}) says")
         plan = self.plan()
         connection, facts = _find_run(file, host, seconds("timeout", timeout))
         if facts["actors"] != self._facts(plan):
@@ -178,8 +176,7 @@ class Experiment:
             ("make_sampler", actors.make_sampler),
             ("make_trainer", training.make_trainer),
         ):
-            if not callable(function):
-                raise ConfigError(f"{name} must be a class or a function, got {function!r}")
+            must_be(name, function, callable(function), "a class or a function")
         integer("joining", actors.joining, 0)
         integer("the number of actors", actors.count, 0 if actors.joining else 1)
         integer("the number of trainers", training.count, 1)
@@ -197,8 +194,8 @@ class Experiment:
         if policies is not None:
             integer("the number of policies", policies.count, 1)
             integer("max_batch", policies.max_batch, 1)
-            if seconds("max_delay", policies.max_delay, zero=True) == float("inf"):
-                raise ConfigError("max_delay must be finite, got inf: a policy worker would wait for a full batch")
+            delay = seconds("max_delay", policies.max_delay, zero=True)
+            must_be("max_delay", delay, delay < float("inf"), "finite, or a policy worker would wait for a full batch")
 
     def plan(self) -> AgentPlan:
         """How all workers make the agent, with the spaces of an example environment. `TrainerWorker`, `PolicyWorker`

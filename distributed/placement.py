@@ -18,7 +18,8 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from penstock.errors import ConfigError, brief
+from penstock.arguments import must_be
+from penstock.errors import ConfigError
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
@@ -55,8 +56,7 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
     if this process has joined another one.
     """
     global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
-    if not isinstance(address, str | None):
-        raise ConfigError(f"address must be a text such as 192.0.2.10:6379, got {brief(address)}")
+    must_be("address", address, isinstance(address, str | None), "a text such as 192.0.2.10:6379")
     with _lock:
         if ray.is_initialized() and address is not None and not _is_joined(address):
             joined = ray.get_runtime_context().gcs_address

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
+from penstock.arguments import MOST_ENVS, integer, must_be, number, one_of, seconds, true_or_false
 from penstock.buffers import Samples, pickling
 from penstock.buffers.slots import batch_view, layouts_of
 from penstock.collectors import TrajInfo
@@ -132,9 +132,8 @@ class ShardsAct(Acting):
         wanted = 1 if issubclass(self._sampler_cls, SerialSampler) else config.n_workers
         n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
         n_shards = self._n_shards or max(1, min(n_usable, n_built))
-        for name, number in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
-            if number is not None and number > n_shards:
-                raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
+        for name, n in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
+            must_be(name, n, n is None or n <= n_shards, f"at most n_shards={n_shards}")
         most = math.ceil(n_built / n_shards)
         largest = int(max(node.get("CPU", 0) for node in nodes))
         fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
@@ -269,11 +268,8 @@ class RaySampler(Sampler):
         )
         if min_shards is not None and on_node_failure == "raise":
             raise ConfigError('min_shards needs on_node_failure="restart"')
-        for name, amount in (resources or {}).items():
-            is_number = isinstance(amount, int | float | np.integer | np.floating) and not isinstance(amount, bool)
-            if not (is_number and 0 <= amount < math.inf):
-                raise ConfigError(f"resources[{name!r}] must be a number of 0 or more, got {brief(amount)}")
-        self._extra_resources, self._address = dict(resources or {}), address
+        amounts = {name: number(f"resources[{name!r}]", n) for name, n in (resources or {}).items()}
+        self._extra_resources, self._address = amounts, address
         self._dashboard = true_or_false("dashboard", dashboard)
         # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
         sampler_cls(env_fn, **{**options, **self._sampler_options})

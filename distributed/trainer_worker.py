@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.agents.agent import packed, unpacked
+from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
 from penstock.distributed.parameters import ParameterServer, by_policy, read_parameters
@@ -286,10 +287,10 @@ def _unreadable(value: object, path: str) -> Iterator[str]:
         yield f"state_dict(){path}, a {type(value).__name__}"
 
 
-def _figures(returned: object) -> dict[str, float]:
+def _figures(returned: Any) -> dict[str, float]:
     """What `step` has returned, as numbers."""
-    if not isinstance(returned, Mapping | None):
-        raise ConfigError(f"step of the trainer must return a dict of figures or None, got {brief(returned)}")
+    fits = isinstance(returned, Mapping | None)
+    must_be("what step of the trainer returns", returned, fits, "a dict of figures or None")
     figures = {}
     for name, value in (returned or {}).items():
         try:

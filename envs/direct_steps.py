@@ -23,6 +23,7 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
 
     It leaves out the Python functions of `OrderEnforcing`, and of a `PassiveEnvChecker` that has checked all that it
     checks, below a `TimeLimit`. It reads and writes the same attributes of the wrappers at every call.
+    Only a tuple that has not five values it returns as it is: callers refuse it, and name the environment.
 
     Returns `env.step` for other wrappers, if one of them has a `step` of its own, or with another release of Gymnasium.
     """

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from penstock.arguments import must_be
 from penstock.buffers.named import as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import SpaceError
 
 _REMEDIES = {
     spaces.Text: "encode the text as a fixed-size Box or MultiDiscrete with gymnasium.wrappers.TransformObservation",
@@ -62,13 +63,13 @@ def observation_example(space: gym.Space[Any], float_dtype: npt.DTypeLike | None
     return map_leaves(lambda leaf: leaf.astype(wanted) if leaf.dtype.kind == "f" else leaf, example)
 
 
-def checked_spaces(given: Any) -> tuple[gym.Space[Any], gym.Space[Any]] | None:
-    """The argument `spaces`: observation space and action space, or None. Raises `ConfigError` for anything else."""
+def checked_spaces(name: str, given: Any) -> tuple[gym.Space[Any], gym.Space[Any]] | None:
+    """An argument with observation space and action space, or None. Raises `ConfigError` for anything else."""
     if given is None:
         return None
     is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if not is_pair or not all(isinstance(space, gym.Space) for space in given):
-        raise ConfigError(
-            f"spaces must be (observation_space, action_space), two gymnasium spaces, or None, got {brief(given)}"
-        )
-    return given[0], given[1]
+    fits = is_pair and all(isinstance(space, gym.Space) for space in given)
+    observation_space, action_space = must_be(
+        name, given, fits, "(observation_space, action_space), two gymnasium spaces, or None"
+    )
+    return observation_space, action_space

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.arguments import integer
+from penstock.arguments import integer, must_be
 from penstock.buffers.reports import in_one_line
 from penstock.envs.checks import reset_with
 from penstock.envs.seats import AgentId, are_by_agent, has_vanished, is_in_turns, is_parallel, is_set
@@ -157,14 +157,12 @@ class OwnClocks(_Wrapper):
 
 
 def _checked(spaces: Any) -> dict[str, Spaces]:
-    if not isinstance(spaces, Mapping):
-        raise ConfigError(
-            f"spaces of Seats must be a dict {{kind: (observation_space, action_space)}}, got {brief(spaces)}"
-        )
+    wanted = "(observation_space, action_space)"
+    must_be("spaces of Seats", spaces, isinstance(spaces, Mapping), f"a dict {{kind: {wanted}}}")
     for name, pair in spaces.items():
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        if not (is_pair and all(isinstance(space, gym.Space) for space in pair)):
-            raise ConfigError(f"spaces[{name!r}] of Seats must be (observation_space, action_space), got {brief(pair)}")
+        fits = is_pair and all(isinstance(space, gym.Space) for space in pair)
+        must_be(f"spaces[{name!r}] of Seats", pair, fits, wanted)
     return dict(spaces)
 
 
@@ -203,8 +201,7 @@ class Seats(_Wrapper):
                 f"{brief(seats)} and kind={brief(kind)}"
             )
         for name, n in seats.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"the kinds of Seats must be texts, got {name!r}")
+            must_be("the kinds of Seats", name, isinstance(name, str), "texts")
             integer(f"the number of seats of kind {name!r}", n, 1)
         self.possible_agents = [f"{name}:{i}" for name, n in seats.items() for i in range(n)]
         self.agents: list[AgentId] = []

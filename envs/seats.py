@@ -20,6 +20,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.arguments import must_be
 from penstock.envs.checks import reset_with
 from penstock.envs.wrappers import MaskInObservation
 from penstock.errors import ConfigError, SpaceError, brief
@@ -187,8 +188,8 @@ class ParallelView:
         for agent in self.possible_agents:
             observation, action = env.observation_space(agent), env.action_space(agent)
             for name, space in (("observation", observation), ("action", action)):
-                if not isinstance(space, gym.Space):
-                    raise ConfigError(f"the {name}_space of agent {agent!r} must be a gymnasium space, got {space!r}")
+                where = f"the {name}_space of agent {agent!r}"
+                must_be(where, space, isinstance(space, gym.Space), "a gymnasium space")
             if mask_key is not None:
                 stub: Any = gym.Env()
                 stub.observation_space, stub.action_space = observation, action

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, brief
 
@@ -67,11 +68,10 @@ def episode_seed(seed: int, env_rank: int, episode: int, generation: int = 0) ->
     return streams.env_seeds(*((Purpose.EPISODE, episode) if episode else (Purpose.TRAIN,)))[0]
 
 
-def require_plan(plan: Any) -> EpisodePlan | None:
+def require_plan(name: str, plan: Any) -> EpisodePlan | None:
     """`plan`. Raises `ConfigError` unless it is a function or None."""
-    if plan is None or callable(plan):
-        return plan  # type: ignore[no-any-return]
-    raise ConfigError(f"an episode plan must be a function of env_rank, episode and rng, or None, got {brief(plan)}")
+    fits = plan is None or callable(plan)
+    return must_be(name, plan, fits, "a function of env_rank, episode and rng, or None")  # type: ignore[no-any-return]
 
 
 def episode_options(

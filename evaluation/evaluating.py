@@ -112,7 +112,7 @@ def evaluate(
         options=options,
         episodes=numbers,
         mask_key=_mask_key(named.values()),
-        spaces=checked_spaces(spaces),
+        spaces=checked_spaces("spaces", spaces),
         policies=tuple(named),
         seed=integer("seed", seed, 0),
         success=success,

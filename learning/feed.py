@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from penstock.arguments import integer
+from penstock.arguments import between, check_fields, must_be, number, optional
 from penstock.buffers import Samples
 from penstock.errors import ConfigError
 from penstock.learning.appending import Appender
-from penstock.learning.options import FINITE, require_number
 
 if TYPE_CHECKING:
     from penstock.learning.replay import Replay
@@ -46,22 +45,17 @@ class Ratio:
     Raises `ConfigError` if `slack` is too small.
     """
 
-    samples_per_step: float
-    batch_steps: int | None = None
-    batch_size: int | None = None
-    min_steps: int = 0
-    slack: float | None = None
+    samples_per_step: Annotated[float, number]
+    batch_steps: Annotated[int | None, optional(between(1))] = None
+    batch_size: Annotated[int | None, optional(between(1))] = None
+    min_steps: Annotated[int, between(0)] = 0
+    slack: Annotated[float | None, optional(number)] = None
 
     def __post_init__(self) -> None:
-        if not require_number("samples_per_step", self.samples_per_step, FINITE) > 0:
-            raise ConfigError("samples_per_step must be more than 0")
-        for name in ("batch_steps", "batch_size"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 1)
-        integer("min_steps", self.min_steps, 0)
+        check_fields(self)
+        must_be("samples_per_step", self.samples_per_step, self.samples_per_step > 0, "more than 0")
         if self.slack is None:
             return
-        require_number("slack", self.slack, FINITE)
         least = (self.samples_per_step * (self.batch_steps or 1) + (self.batch_size or 1)) / 2
         if self.slack < least:
             raise ConfigError(

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-import numpy as np
-
-from penstock.arguments import integer
-from penstock.errors import ConfigError, brief
-
-FINITE = float(np.finfo(np.float64).max)  #: the largest number that is finite
-
-
-def require_number(name: str, value: Any, highest: float) -> float:
-    """`value` as a float of Python. Raises `ConfigError` if it is not a number from 0 to `highest`."""
-    try:
-        number = np.nan if isinstance(value, str | bool) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, for example
-        number = np.nan
-    if not 0 <= number <= highest:
-        wanted = "a finite number of at least 0" if highest == FINITE else f"from 0 to {highest:g}"
-        raise ConfigError(f"{name} must be {wanted}, got {brief(value)}")
-    return number
+from penstock.arguments import between, check_fields, choice, number
+from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -36,13 +20,12 @@ class Prioritized:
     `min_priority=0`, a step with priority 0 is never drawn.
     """
 
-    alpha: float = 0.6
-    beta: float = 0.4
-    min_priority: float = 1e-6
+    alpha: Annotated[float, number] = 0.6
+    beta: Annotated[float, number] = 0.4
+    min_priority: Annotated[float, number] = 1e-6
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "min_priority"):
-            object.__setattr__(self, name, require_number(name, getattr(self, name), FINITE))
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -54,13 +37,12 @@ class Sequences:
     replay keeps the states of these steps only. Agents with `record_state="batch"` need `state_every=batch_T`.
     """
 
-    length: int = 80
-    burn_in: int = 0
-    state_every: int = 1
+    length: Annotated[int, between(1)] = 80
+    burn_in: Annotated[int, between(0)] = 0
+    state_every: Annotated[int, between(1)] = 1
 
     def __post_init__(self) -> None:
-        for name, lowest in (("length", 1), ("burn_in", 0), ("state_every", 1)):
-            object.__setattr__(self, name, integer(name, getattr(self, name), lowest))
+        check_fields(self)
         if self.burn_in >= self.length:
             raise ConfigError(
                 f"burn_in={self.burn_in} leaves nothing of sequences of length={self.length} to train on: lower burn_in"
@@ -75,10 +57,8 @@ class Frames:
     `FrameStackObservation`.
     """
 
-    n: int = 4
-    padding: Literal["reset", "zero"] = "reset"
+    n: Annotated[int, between(2)] = 4
+    padding: Annotated[Literal["reset", "zero"], choice("reset", "zero")] = "reset"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", integer("n", self.n, 2))
-        if self.padding not in ("reset", "zero"):
-            raise ConfigError(f'padding must be "reset" or "zero", got {self.padding!r}')
+        check_fields(self)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arguments import integer
+from penstock.arguments import between, integer, must_be, number, optional
 from penstock.buffers import Samples
 from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError, brief
@@ -22,7 +22,7 @@ from penstock.learning.appending import Appender, shape_of
 from penstock.learning.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.learning.contents import Contents
 from penstock.learning.feed import FeedingSampler, Ratio, ReplayFeed
-from penstock.learning.options import FINITE, Frames, Prioritized, Sequences, require_number
+from penstock.learning.options import Frames, Prioritized, Sequences
 from penstock.learning.position_draws import DrawIndex, UniformDraw
 from penstock.learning.priorities import PriorityDraw
 from penstock.learning.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, TransitionReader, move
@@ -127,20 +127,13 @@ class Replay(Generic[Batch]):
         seed: int | None = None,
     ) -> None:
         self.capacity = integer("capacity", capacity, 1)
-        self.n_step, self.discount = integer("n_step", n_step, 1), require_number("discount", discount, 1.0)
-        for name, value, cls in (
-            ("prioritized", prioritized, Prioritized),
-            ("sequences", sequences, Sequences),
-            ("frames", frames, Frames),
-        ):
-            if value is not None and not isinstance(value, cls):
-                raise ConfigError(f"{name} must be {cls.__name__}(...) or None, got {value!r}")
+        self.n_step, self.discount = integer("n_step", n_step, 1), number("discount", discount, 1.0)
+        kinds = {"prioritized": Prioritized, "sequences": Sequences, "frames": Frames}
+        for (name, cls), value in zip(kinds.items(), (prioritized, sequences, frames), strict=True):
+            must_be(name, value, value is None or isinstance(value, cls), f"{cls.__name__}(...) or None")
         self.prioritized, self.sequences, self.frames, self.file = prioritized, sequences, frames, file
-        if max_truncations is not None:
-            max_truncations = integer("max_truncations", max_truncations, 1)
-        self.max_truncations = max_truncations
-        if not isinstance(file, str | os.PathLike | None):
-            raise ConfigError(f"file must be a path or None, got {file!r}")
+        self.max_truncations = optional(between(1))("max_truncations", max_truncations)
+        must_be("file", file, isinstance(file, str | os.PathLike | None), "a path or None")
         self._beta = prioritized.beta if prioritized else 0.0
         self._alpha = prioritized.alpha if prioritized else 0.0
         #: Positions drawn so far.
@@ -192,8 +185,7 @@ class Replay(Generic[Batch]):
     def make_feed(self, sampler: FeedingSampler, ratio: Ratio | None, *, is_pinned: bool) -> ReplayFeed:
         """Link the replay with an `AsyncSampler`, which calls this. `is_pinned`: draws see whole batches that the
         learner has taken, and no others."""
-        if not isinstance(ratio, Ratio | None):
-            raise ConfigError(f"ratio must be a penstock.learning.Ratio or None, got {ratio!r}")
+        must_be("ratio", ratio, isinstance(ratio, Ratio | None), "a penstock.learning.Ratio or None")
         return ReplayFeed(sampler, self, ratio, is_pinned=is_pinned)
 
     def feed_from(
@@ -435,7 +427,7 @@ class Replay(Generic[Batch]):
 
     @alpha.setter
     def alpha(self, alpha: float) -> None:
-        alpha = require_number("alpha", alpha, FINITE)
+        alpha = number("alpha", alpha)
         if self._storage is not None and isinstance(draw := self._storage.draw, PriorityDraw):
             draw.change_alpha(self._alpha, alpha)
         self._alpha = alpha
@@ -447,7 +439,7 @@ class Replay(Generic[Batch]):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        self._beta = require_number("beta", beta, FINITE)
+        self._beta = number("beta", beta)
 
     def __repr__(self) -> str:
         options = {"n_step": self.n_step, "discount": self.discount}
@@ -496,6 +488,4 @@ def _numbers(name: str, values: object, dtype: type) -> NDArray[Any]:
 
 
 def _path(folder: object) -> Path:
-    if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"folder must be the path of a folder, got {brief(folder)}")
-    return Path(folder)
+    return Path(must_be("folder", folder, isinstance(folder, str | os.PathLike), "the path of a folder"))

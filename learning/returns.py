@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from penstock.arguments import integer
+from penstock.arguments import integer, number
 from penstock.buffers import Samples
 from penstock.errors import ConfigError
-from penstock.learning.options import require_number
 from penstock.learning.steps import Array, Ends, Steps, zero_where
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def gae(steps: Samples | Steps[Array], discount: float | Array, lambda_: float) 
     steps, discount = as_steps(steps, discount)
     ends = Ends(steps)
     delta = ends.steps_only(steps.reward + discount * ends.following(steps.value) - steps.value)
-    advantage = ends.summed_backwards(delta, discount * require_number("lambda_", lambda_, 1.0))
+    advantage = ends.summed_backwards(delta, discount * number("lambda_", lambda_, 1.0))
     return advantage, ends.steps_only(advantage + steps.value)
 
 
@@ -72,7 +71,7 @@ def lambda_return(steps: Samples | Steps[Array], discount: float | Array, lambda
     respect to the rewards and values.
     """
     steps, discount = as_steps(steps, discount)
-    ends, weight = Ends(steps), require_number("lambda_", lambda_, 1.0)
+    ends, weight = Ends(steps), number("lambda_", lambda_, 1.0)
     after = ends.following(steps.value)
     # In the last row of an episode or of the batch, the value after it has the whole weight.
     rest = ends.in_last_rows(after, (1 - weight) * after)
@@ -86,7 +85,7 @@ def as_steps(steps: Samples | Steps[Array], discount: float | Array) -> tuple[St
     fit."""
     checked: Steps[Array] = steps if isinstance(steps, Steps) else Steps.of(steps)
     if not getattr(discount, "shape", ()):
-        return checked, require_number("discount", discount, 1.0)
+        return checked, number("discount", discount, 1.0)
     require_like("discount", discount, checked.reward)
     array: Any = discount
     if checked.valid is not None:
@@ -157,8 +156,8 @@ def vtrace(
     ends = Ends(steps)
     log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
-    most_rho, most_c = (require_number(*bound, math.inf) for bound in (("clip_rho", clip_rho), ("clip_c", clip_c)))
-    rho, c = ratio.clip(max=most_rho), require_number("lambda_", lambda_, 1.0) * ratio.clip(max=most_c)
+    most_rho, most_c = (number(*bound, math.inf) for bound in (("clip_rho", clip_rho), ("clip_c", clip_c)))
+    rho, c = ratio.clip(max=most_rho), number("lambda_", lambda_, 1.0) * ratio.clip(max=most_c)
     delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)
     target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
     advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)

@@ -12,10 +12,11 @@ from itertools import compress
 from typing import Any
 
 from penstock.agents.action_masks import info_key, mask_in, mask_of
-from penstock.agents.agent import Agent
+from penstock.agents.agent import Agent, as_agent
 from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
 from penstock.agents.trial import inference_difference, try_agent
+from penstock.arguments import must_be
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -33,7 +34,7 @@ from penstock.envs import (
 )
 from penstock.envs.factory import example_observations
 from penstock.envs.seats import AgentId, ParallelView, one_seat, view_of
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError
 from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.log_reader import EpisodeLogReader
@@ -202,14 +203,8 @@ def _read_example(factory: EnvFactory, env: Any, config: SamplerConfig) -> Examp
 
 
 def _checked_agents(agents: object) -> tuple[Agent, ...]:
-    checked = tuple(agents.values()) if isinstance(agents, Mapping) else (agents,)
-    for agent in checked:
-        if not isinstance(agent, Agent):
-            raise ConfigError(
-                f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
-                "CategoricalPgAgent(model), or subclass penstock.Agent"
-            )
-    return checked
+    given = tuple(agents.values()) if isinstance(agents, Mapping) else (agents,)
+    return tuple(as_agent("agent", agent) for agent in given)
 
 
 def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
@@ -347,15 +342,15 @@ def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
     if not isinstance(agents, Mapping):
         raise ConfigError("record says which policies of a dict of agents are recorded: leave it out for one agent")
     is_list = isinstance(record, list | tuple) and len(record) > 0
-    if not is_list or not all(isinstance(name, str) and name in names for name in record):
-        raise ConfigError(f"record must be a list with some of the policies {names}, got {brief(record)}")
+    fits = is_list and all(isinstance(name, str) and name in names for name in record)
+    must_be("record", record, fits, f"a list with some of the policies {names}")
     return [name in record for name in names]
 
 
 def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArguments, has_values: bool) -> int:
     """How many seats of each environment a joint agent plays."""
     k = seating.n_seats(p)
-    if k == 0:
+    if not k:
         raise ConfigError(
             f"{type(agent).__name__} is joint, so it must play the same number of agents in each environment: give a "
             "sampler to each kind of environment"
@@ -363,7 +358,7 @@ def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArgum
     no_final_obs = not arguments.config.record_final_obs
     needs = {RECURRENT: agent.recurrent, SERVER: arguments.central, NO_FINAL_OBS: no_final_obs}
     refuse({JOINT_VALUES: has_values, **needs})
-    return k or 1
+    return k
 
 
 def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
@@ -425,9 +420,8 @@ def make_program(arguments: InitArguments, seats: SeatingPlan, agents: PreparedA
 
 def checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: object) -> dict[str, Any]:
     """The arguments of `cls`, after a try. Raises `ConfigError`."""
-    if not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {kwargs!r}")
-    arguments = dict(kwargs or {})
+    fits = isinstance(kwargs, Mapping | None)
+    arguments = dict(must_be("traj_info_kwargs", kwargs, fits, "a dict of arguments for traj_info_cls") or {})
     try:
         cls(**arguments)
     except Exception as error:

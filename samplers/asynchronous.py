@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
 
-from penstock.arguments import integer
+from penstock.arguments import integer, must_be
 from penstock.buffers import Samples
 from penstock.buffers.samples import parts_of
 from penstock.collectors import TrajInfo
@@ -293,19 +293,17 @@ class AsyncSampler(Sampler):
     ) -> None:
         options.setdefault("n_slots", self._defaults["n_slots"])
         super().__init__(env_fn, **options)
-        if not 2 <= self.config.n_slots <= RING:
-            raise ConfigError(f"n_slots of AsyncSampler must be from 2 to {RING}, got {self.config.n_slots}")
-        if lag not in (None, 1) or isinstance(lag, bool):
-            raise ConfigError(f"lag must be 1 (reproducible) or None, got {lag!r}")
-        if server not in (None, "process"):
-            raise ConfigError(f'server must be "process" or None, got {server!r}')
+        n_slots = self.config.n_slots
+        must_be("n_slots of AsyncSampler", n_slots, 2 <= n_slots <= RING, f"from 2 to {RING}")
+        must_be("lag", lag, lag in (None, 1) and not isinstance(lag, bool), "1 (reproducible) or None")
+        must_be("server", server, server in (None, "process"), '"process" or None')
         self._readiness = readiness_maker(min_ready, max_wait, self.batch_B)
         if server is None and not (min_ready is None and max_wait is None):
             raise ConfigError('min_ready and max_wait are for a process that acts for all: give server="process" too')
         if replay is None and ratio is not None:
             raise ConfigError("ratio needs a replay: give replay too, or leave ratio out")
-        if replay is not None and not hasattr(replay, "make_feed"):
-            raise ConfigError(f"replay must be a Replay, as docs/replay.md makes one, got {replay!r}")
+        is_replay = replay is None or hasattr(replay, "make_feed")
+        must_be("replay", replay, is_replay, "a Replay, as docs/replay.md makes one")
         is_pinned = lag is not None
         self._feed: Feed | None = None if replay is None else replay.make_feed(self, ratio, is_pinned=is_pinned)
         self._lag, self._server = lag, server

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.agents.remote_agent import RemoteAgent
-from penstock.arguments import true_or_false
+from penstock.arguments import must_be, number, one_of, true_or_false
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
@@ -173,14 +172,13 @@ class GpuSampler(Sampler):
         self._readiness: Callable[[Sequence[SamplerPlan]], Readiness] = readiness_maker(
             min_ready, max_wait, self.batch_B
         )
-        self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
-        if server not in ("caller", "process"):
-            raise ConfigError(f'server must be "caller" or "process", got {server!r}')
-        if not isinstance(compile_model, bool | Mapping):
-            raise ConfigError(f"compile_model must be True, False or arguments of torch.compile, got {compile_model!r}")
+        given = SPIN_SECONDS if spin_seconds is None else spin_seconds
+        self._spin_seconds = number("spin_seconds", given, _MOST_SPIN_SECONDS)
+        fits = isinstance(compile_model, bool | Mapping)
+        must_be("compile_model", compile_model, fits, "True, False or arguments of torch.compile")
         compile_options = {} if isinstance(compile_model, bool) else dict(compile_model)
         self._compile_options = None if compile_model is False else compile_options
-        self._place = server
+        self._place = one_of("server", server, ("caller", "process"))
 
     def acting(self) -> Acting:
         """An inference server acts."""
@@ -192,15 +190,6 @@ class GpuSampler(Sampler):
         """How many environments the agent acted for at once, and where its time and that of the workers went. `print`
         says what most of the time is, and what to change."""
         return self._require_run("server_stats").server_stats()
-
-
-def _checked_spin_seconds(spin_seconds: Any) -> float:
-    is_number = isinstance(spin_seconds, numbers.Real) and not isinstance(spin_seconds, bool)
-    if not (is_number and 0 <= spin_seconds <= _MOST_SPIN_SECONDS):
-        raise ConfigError(
-            f"spin_seconds must be a number of seconds from 0 to {_MOST_SPIN_SECONDS}, got {spin_seconds!r}"
-        )
-    return float(spin_seconds)
 
 
 class AlternatingSampler(GpuSampler):

@@ -13,12 +13,23 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import MOST_ENVS, Check, between, choice, optional, signature, true_or_false, unknown_argument
+from penstock.arguments import (
+    MOST_ENVS,
+    between,
+    choice,
+    kind_of,
+    must_be,
+    optional,
+    signature,
+    subclass_of,
+    true_or_false,
+    unknown_argument,
+)
 from penstock.collectors import Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.envs.seeding import EpisodePlan, require_plan
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError
 from penstock.samplers.refusals import BATCHED, PLAN, RENEWAL, SEEDED, WAITING, refuse
 from penstock.workers.control import StopCollecting
 from penstock.workers.plan import PoolArguments, PoolKeywords
@@ -66,6 +77,36 @@ _ARGUMENTS_OF = {
     ),
 }
 
+
+def _float_dtype(name: str, value: Any) -> Any:
+    try:
+        is_float = np.dtype(value).kind == "f"
+    except TypeError:
+        is_float = False
+    return must_be(name, value, is_float, "a floating-point numpy dtype or None")
+
+
+def _names_or_examples(name: str, value: Any) -> Any:
+    is_names = isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(x, str) for x in value)
+    wanted = "True, False, a list of names or a dict of examples"
+    return must_be(name, value, isinstance(value, bool) or is_names, wanted)
+
+
+def _curable(name: str, value: Any) -> Any:
+    """The check of exception classes that say that a game has failed, and not that its values or calls are wrong."""
+    for cls in value if isinstance(value, tuple) else (value,):
+        must_be(name, value, isinstance(cls, type) and issubclass(cls, Exception), "a tuple of exception classes")
+        not_cured = ((SpaceError, "SpaceError"), (StopCollecting, "penstock's own signals"))
+        if included := " and ".join(text for other, text in not_cured if issubclass(other, cls)):
+            raise ConfigError(
+                f"{name} must not contain {cls.__name__}, since it includes {included}: name the exceptions of your "
+                "game's library"
+            )
+    return value
+
+
+_kwargs_or_none = kind_of("a dict, a list of dicts or None", Mapping, Sequence, type(None))
+_folder_or_none = kind_of("the path of a folder or None", str, os.PathLike, type(None))
 
 OnGameFailure = Literal["raise", "renew"]
 
@@ -196,33 +237,33 @@ class SamplerConfig(PoolArguments):
     batch_T: Annotated[int, between(1)]
     batch_B: Annotated[int, between(1, MOST_ENVS)]
     n_workers: Annotated[int | None, optional(between(1))] = None
-    spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None
+    spaces: Annotated[tuple[gym.Space[Any], gym.Space[Any]] | None, checked_spaces] = None
     n_slots: Annotated[int, between(1, 10_000)] = 1
     batched: Annotated[bool, true_or_false] = False
     rows_per_env: Annotated[int, between(1)] = 1
-    collector_cls: Annotated[type[Collector], _subclass_of(Collector)] = ResetCollector
+    collector_cls: Annotated[type[Collector], subclass_of(Collector)] = ResetCollector
     max_decorrelation_steps: Annotated[int, between(0, 10**9)] = 100
-    traj_info_cls: Annotated[type[TrajInfo], _subclass_of(TrajInfo)] = TrajInfo
+    traj_info_cls: Annotated[type[TrajInfo], subclass_of(TrajInfo)] = TrajInfo
     eval_n_envs: Annotated[int, between(0, MOST_ENVS)] = 0
     eval_max_steps: Annotated[int, between(0)] = 10_000
     eval_max_trajectories: Annotated[int | None, optional(between(1))] = None
     eval_episodes: Annotated[int | None, optional(between(1))] = None
     eval_env_fn: EnvFn | None = None
-    eval_env_kwargs: EnvKwargs = None
-    eval_collector_cls: Annotated[type[EvalCollector], _subclass_of(EvalCollector)] = EvalCollector
+    eval_env_kwargs: Annotated[EnvKwargs, _kwargs_or_none] = None
+    eval_collector_cls: Annotated[type[EvalCollector], subclass_of(EvalCollector)] = EvalCollector
     on_game_failure: Annotated[OnGameFailure, choice(*get_args(OnGameFailure))] = "raise"
     max_renewals: Annotated[int, between(0)] = 3
-    renew_on: tuple[type[Exception], ...] = ()
+    renew_on: Annotated[tuple[type[Exception], ...], _curable] = ()
     observation_dtype: Annotated[npt.DTypeLike | None, optional(_float_dtype)] = None
     record_final_obs: Annotated[bool, true_or_false] = True
-    env_info: InfoWanted = False
+    env_info: Annotated[InfoWanted, _names_or_examples] = False
     global_state: Annotated[bool, true_or_false] = False
     flatten_wrappers: Annotated[bool, true_or_false] = True
     check_finite: Annotated[bool, true_or_false] = False
     debug: Annotated[bool, true_or_false] = False
     seed_episodes: Annotated[bool, true_or_false] = False
-    episode_plan: EpisodePlan | None = None
-    crash_dir: str | os.PathLike[str] | None = None
+    episode_plan: Annotated[EpisodePlan | None, require_plan] = None
+    crash_dir: Annotated[str | os.PathLike[str] | None, _folder_or_none] = None
 
     @classmethod
     def of(cls, caller: str, env_fn: EnvFn, options: Mapping[str, Any]) -> SamplerConfig:
@@ -240,13 +281,28 @@ class SamplerConfig(PoolArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if require_plan(self.episode_plan) is not None:
+        if self.episode_plan is not None:
             object.__setattr__(self, "seed_episodes", True)
         self._check_evaluation()
-        self._check_kinds()
-        self._check_pairs()
-        self._check_crash_dir()
-        self._check_renewal()
+        self._check_rows_per_env()
+        refuse(
+            {
+                PLAN: self.episode_plan is not None,
+                SEEDED: self.seed_episodes,
+                BATCHED: self.batched,
+                RENEWAL: self.on_game_failure == "renew",
+                WAITING: self.collector_cls.waits,
+            }
+        )
+        if self.spaces is not None and self.env_info and not isinstance(self.env_info, Mapping):
+            raise ConfigError(
+                f"with spaces, no example environment is stepped for env_info={self.env_info!r}: give examples of the "
+                "values, env_info={'name': 0.0}"
+            )
+        if self.crash_dir is not None and not self.seed_episodes:
+            raise ConfigError("crash_dir needs seed_episodes=True: otherwise no failure can be replayed")
+        if self.on_game_failure == "raise" and self.renew_on:
+            raise ConfigError('renew_on needs on_game_failure="renew"')
 
     @property
     def env_counts(self) -> tuple[int, int]:
@@ -279,97 +335,25 @@ class SamplerConfig(PoolArguments):
         return self.n_slots + self.debug
 
     def _check_evaluation(self) -> None:
-        if self.eval_max_steps < self.eval_n_envs:
-            raise ConfigError(
-                f"eval_max_steps must be at least eval_n_envs={self.eval_n_envs}, one step for each evaluation "
-                f"environment, got {self.eval_max_steps}"
-            )
-        if not isinstance(self.eval_env_kwargs, Mapping | Sequence | None):
-            raise ConfigError(
-                f"eval_env_kwargs must be a dict, a list of dicts or None, got {brief(self.eval_env_kwargs)}"
-            )
+        least = f"at least eval_n_envs={self.eval_n_envs}, one step for each evaluation environment"
+        must_be("eval_max_steps", self.eval_max_steps, self.eval_max_steps >= self.eval_n_envs, least)
         for name in ("eval_env_fn", "eval_env_kwargs", "eval_episodes"):
             if getattr(self, name) and not self.eval_n_envs:
                 raise ConfigError(f"{name} needs evaluation environments: give eval_n_envs too")
         if self.eval_episodes is not None and self.eval_max_trajectories is not None:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
 
-    def _check_pairs(self) -> None:
-        refuse(
-            {
-                PLAN: self.episode_plan is not None,
-                SEEDED: self.seed_episodes,
-                BATCHED: self.batched,
-                RENEWAL: self.on_game_failure == "renew",
-                WAITING: self.collector_cls.waits,
-            }
-        )
-
-    def _check_crash_dir(self) -> None:
-        if self.crash_dir is None:
-            return
-        if not isinstance(self.crash_dir, str | os.PathLike):
-            raise ConfigError(f"crash_dir must be the path of a folder or None, got {self.crash_dir!r}")
-        if not self.seed_episodes:
-            raise ConfigError("crash_dir needs seed_episodes=True: otherwise no failure can be replayed")
-
-    def _check_renewal(self) -> None:
-        for cls in self.renew_on if isinstance(self.renew_on, tuple) else (self.renew_on,):
-            if not (isinstance(cls, type) and issubclass(cls, Exception)):
-                raise ConfigError(f"renew_on must be a tuple of exception classes, got {brief(self.renew_on)}")
-            not_cured = ((SpaceError, "SpaceError"), (StopCollecting, "penstock's own signals"))
-            if included := " and ".join(name for base, name in not_cured if issubclass(base, cls)):
-                raise ConfigError(
-                    f"renew_on must not contain {cls.__name__}, since it includes {included}: name the exceptions of "
-                    "your game's library"
-                )
-        if self.on_game_failure == "raise" and self.renew_on:
-            raise ConfigError('renew_on needs on_game_failure="renew"')
-
-    def _check_kinds(self) -> None:
-        self._check_rows_per_env()
-
-        wanted = self.env_info
-        is_names = isinstance(wanted, Collection) and not isinstance(wanted, str)
-        if not (isinstance(wanted, bool) or (is_names and all(isinstance(name, str) for name in wanted))):
-            raise ConfigError(f"env_info must be True, False, a list of names or a dict of examples, got {wanted!r}")
-        object.__setattr__(self, "spaces", checked_spaces(self.spaces))
-        if self.spaces is not None and wanted and not isinstance(wanted, Mapping):
-            raise ConfigError(
-                f"with spaces, no example environment is stepped for env_info={wanted!r}: give examples of the values, "
-                "env_info={'name': 0.0}"
-            )
-
     def _check_rows_per_env(self) -> None:
         k = self.rows_per_env
         if k > 1 and not self.batched:
             raise ConfigError("rows_per_env is for batched environments: give batched=True, too")
         for name, n in (("batch_B", self.batch_B), ("eval_n_envs", self.eval_n_envs)):
-            if n % k:
-                raise ConfigError(f"{name} must be a multiple of rows_per_env={k}, got {n}")
+            must_be(name, n, n % k == 0, f"a multiple of rows_per_env={k}")
 
 
 def _first(given: Any) -> Any:
     """The first entry of a list; anything else itself."""
     return given[0] if isinstance(given, Sequence) and not isinstance(given, str) and given else given
-
-
-def _subclass_of(base: type) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if not (isinstance(value, type) and issubclass(value, base)):
-            raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {value!r}")
-        return value
-
-    return check
-
-
-def _float_dtype(name: str, value: Any) -> Any:
-    try:
-        if np.dtype(value).kind == "f":
-            return value
-    except TypeError:
-        pass
-    raise ConfigError(f"{name} must be a floating-point numpy dtype or None, got {value!r}")
 
 
 def show_arguments(cls: Any, base: Any) -> None:

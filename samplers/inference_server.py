@@ -135,7 +135,7 @@ class InferenceServer:
         """The workers are about to run `command`, at opening `number` of their gates. Load the newest parameters, or
         the version that the command names."""
         self._number = number
-        if command.is_call:
+        if command.has_message:
             return
         self._command, self._batch, self._rule = command, self._train, self._readiness
         self._fingerprint = self._idle_since = None
@@ -406,7 +406,7 @@ class ServerProgram:
 
     def run(self, command: Command) -> None:
         """Reply to requests until every worker has arrived at barrier_out."""
-        if command.is_call:
+        if command.has_message:
             return
         server, progress = self._server, self._context.progress
         server.begin(command, progress.arrived + 1)  # all gates are opened equally often

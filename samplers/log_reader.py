@@ -67,7 +67,7 @@ class EpisodeLogReader:
     def set_plan(self, plan: EpisodePlan | None) -> None:
         """Workers follow this plan as soon as they read it. Raises `ConfigError` if it cannot be pickled."""
         newest = max(self._plans)
-        content = pickled({newest + 1: require_plan(plan)}, "the episode plan")
+        content = pickled({newest + 1: require_plan("episode_plan", plan)}, "the episode plan")
         arrays = self._log.memory.arrays
         # Environments that are parked begin with the newest one so far, before their workers read this plan.
         used = {0, newest, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.arguments import seconds
-from penstock.errors import ConfigError
+from penstock.arguments import must_be, seconds
 from penstock.samplers.sampler_plan import SamplerPlan
 
 
@@ -131,12 +130,9 @@ def columns_wanted(min_ready: Any, batch_B: int) -> int:
     Raises `ConfigError` for anything else.
     """
     is_number = isinstance(min_ready, numbers.Real) and not isinstance(min_ready, bool)
-    if is_number and isinstance(min_ready, numbers.Integral):
-        if 1 <= int(min_ready) <= batch_B:
-            return int(min_ready)
-    elif is_number and 0 < float(min_ready) <= 1:
-        return max(1, math.ceil(float(min_ready) * batch_B - 1e-6))  # 0.1 * 30 is a little more than 3 in floats
-    raise ConfigError(
-        f"min_ready must be a number of environments from 1 to batch_B={batch_B}, a fraction above 0 and up to 1.0, or "
-        f"None for all, got {min_ready!r}"
-    )
+    is_count = isinstance(min_ready, numbers.Integral)
+    fits = is_number and (1 <= int(min_ready) <= batch_B if is_count else 0 < float(min_ready) <= 1)
+    wanted = f"a number of environments from 1 to batch_B={batch_B}, a fraction above 0 and up to 1.0, or None for all"
+    must_be("min_ready", min_ready, fits, wanted)
+    # 0.1 * 30 is a little more than 3 in floats
+    return int(min_ready) if is_count else max(1, math.ceil(float(min_ready) * batch_B - 1e-6))

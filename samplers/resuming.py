@@ -409,12 +409,10 @@ def _check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler
         raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {_FORMAT}")
     parts = ("batches", "episodes", "policy_versions", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts, "plans") if name not in state]
-    if missing:
-        raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
+    _require(not missing, f"it has no {', '.join(missing)}")
     for name in ("batches", "generation"):
         integer(f"{name} of the state", state[name], 0)
-    if not isinstance(state["policy_versions"], list | tuple):
-        raise ConfigError("this state is damaged: its policy_versions must be a list")
+    _require(isinstance(state["policy_versions"], list | tuple), "its policy_versions must be a list")
     for version in state["policy_versions"]:
         integer("policy_versions of the state", version, 0)
     for name, value in described.items():
@@ -448,30 +446,28 @@ def _check_columns(state: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if one of the state's parts is damaged."""
     counts, columns, evaluations = (state[name] for name in ("counts", "columns", "evaluations"))
     are_dicts = all(isinstance(part, Mapping) for part in (counts, columns, evaluations, state["episodes"]))
-    if not (are_dicts and isinstance(state["plans"], bytes | None)):
-        text = "its counts, columns, evaluations and episodes must be dicts, and its plans bytes"
-        raise ConfigError(f"this state is damaged: {text}")
+    are_kinds = are_dicts and isinstance(state["plans"], bytes | None)
+    _require(are_kinds, "its counts, columns, evaluations and episodes must be dicts, and its plans bytes")
     for name in COUNTS:
-        if not (isinstance(counts.get(name), int | float) and 0 <= counts[name] <= _LARGEST_COUNT):
-            raise ConfigError(
-                f"this state is damaged: its counts have no number {name} of at least 0, but {brief(counts.get(name))}"
-            )
-    pairs = evaluations.values()
-    if not all(
-        isinstance(pair, list | tuple) and [type(n) for n in pair] == [int, int] and min(pair) >= 0 for pair in pairs
-    ):
-        raise ConfigError("this state is damaged: its evaluations must be pairs of integers")
+        is_count = isinstance(counts.get(name), int | float) and 0 <= counts[name] <= _LARGEST_COUNT
+        _require(is_count, f"its counts have no number {name} of at least 0, but {brief(counts.get(name))}")
+    for pair in evaluations.values():
+        is_pair = isinstance(pair, list | tuple) and [type(n) for n in pair] == [int, int] and min(pair) >= 0
+        _require(is_pair, "its evaluations must be pairs of integers")
     for rank in state["env_ranks"]:
         column = columns.get(rank)
         is_whole = isinstance(column, Mapping) and {"kind", "why", "data"} <= set(column)
-        if not is_whole or str(column["kind"]) not in KINDS:
-            raise ConfigError(f"this state is damaged: it has no column {rank}")
-        if column["kind"] != RESEEDED and not isinstance(column["data"], bytes):
-            raise ConfigError(f"this state is damaged: its column {rank} has no data")
-        if state["central"] and not isinstance(column.get("server"), bytes):
-            raise ConfigError(f"this state is damaged: its column {rank} has no state of the inference server")
-    if _differs(state["checksum"], checksum({rank: columns[rank] for rank in state["env_ranks"]})):
-        raise ConfigError("this state is damaged: the checksum of its columns differs. Load another one")
+        _require(is_whole and str(column["kind"]) in KINDS, f"it has no column {rank}")
+        _require(column["kind"] == RESEEDED or isinstance(column["data"], bytes), f"its column {rank} has no data")
+        has_server = not state["central"] or isinstance(column.get("server"), bytes)
+        _require(has_server, f"its column {rank} has no state of the inference server")
+    is_same = not _differs(state["checksum"], checksum({rank: columns[rank] for rank in state["env_ranks"]}))
+    _require(is_same, "the checksum of its columns differs. Load another one")
+
+
+def _require(fits: bool, damage: str) -> None:
+    if not fits:
+        raise ConfigError(f"this state is damaged: {damage}")
 
 
 def _check_rows(columns: Mapping[int, Any], first_rows: list[int]) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arguments import signature
+from penstock.arguments import must_be, signature
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.columns.turn_columns import MOST_EMPTY_GAMES
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError
 from penstock.samplers.refusals import CHOSEN, IN_STEP, refuse
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 
@@ -233,8 +233,7 @@ class Chooser:
     @classmethod
     def of(cls, policy_of: PolicyOf, policies: tuple[str, ...]) -> Chooser:
         """The chooser for `policies`."""
-        if not callable(policy_of):
-            raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
+        must_be("policy_of", policy_of, callable(policy_of), "a function of agent_id")
         return cls(policy_of, frozenset(signature(policy_of).parameters), policies)
 
     def like(self, policy_of: PolicyOf) -> Chooser:

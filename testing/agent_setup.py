@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.agents import Agent, RandomAgent
 from penstock.agents.action_masks import info_key
-from penstock.agents.agent import as_agent_step
+from penstock.agents.agent import as_agent, as_agent_step
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import tree_leaves
@@ -99,9 +99,7 @@ class AgentSetup(Setup):
 
     def new(self, seed: int) -> Agent:
         """A further agent, initialized for the environment's spaces."""
-        agent = self.make_agent()
-        if not isinstance(agent, Agent):
-            raise ConfigError(f"make_agent must return a penstock Agent, got {type(agent).__name__}")
+        agent = as_agent("what make_agent returns", self.make_agent())
         env = self._example(agent)
         is_one = not isinstance(env, ParallelView)
         spaces = (env.observation_space, env.action_space) if is_one else env.spaces[env.possible_agents[0]]

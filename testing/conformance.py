@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.agents import Agent
+from penstock.arguments import integer
 from penstock.collectors import Collector, EvalCollector, TrajInfo
 from penstock.envs import EnvFn, env_factories
 from penstock.errors import ConfigError
@@ -60,10 +61,8 @@ def check_collector(
     Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. If the
     collector cannot run, raises the sampler's own error.
     """
-    if batch_T < 2 or batch_B < 2 or n_batches < 2:
-        raise ConfigError(
-            f"batch_T, batch_B and n_batches must be 2 or more for a check, got {batch_T}, {batch_B} and {n_batches}"
-        )
+    for argument, n in {"batch_T": batch_T, "batch_B": batch_B, "n_batches": n_batches}.items():
+        integer(argument, n, 2)
     setup = CollectorSetup(
         env_fn,
         env_kwargs,
@@ -127,8 +126,8 @@ def check_agent(
     Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. An
     exception of the agent itself is not caught.
     """
-    if batch_T < 4 or batch_B < 2:
-        raise ConfigError(f"a check needs batch_T of 4 or more and batch_B of 2 or more, got {batch_T}, {batch_B}")
+    integer("batch_T", batch_T, 4)
+    integer("batch_B", batch_B, 2)
     setup = AgentSetup(env_fn, env_kwargs, int(batch_T), int(batch_B), seed, start_method, make_agent)
     rules = agent_rules.ACTING_RULES + agent_rules.PARAMETER_RULES
     if batch_invariant:

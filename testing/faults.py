@@ -4,7 +4,6 @@ environments, agents, collectors and trajectory infos with such a fault."""
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import resource
 import signal
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
 from penstock.agents.joint import DelegatingAgent
-from penstock.arguments import integer, one_of
+from penstock.arguments import integer, number, one_of
 from penstock.collectors import Collector, EvalCollector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
@@ -79,8 +78,7 @@ class Fault:
     def __post_init__(self) -> None:
         one_of("how", self.how, HOWS)
         integer("at", self.at, 1)
-        if not (isinstance(self.seconds, int | float) and math.isfinite(self.seconds) and self.seconds >= 0):
-            raise ConfigError(f"seconds must be a finite number, 0 or more, got {self.seconds!r}")
+        number("seconds", self.seconds)
         if self.marker is not None and not Path(self.marker).parent.is_dir():
             raise ConfigError(f"marker={self.marker!r} is in a folder that does not exist: create the folder first")
 

@@ -9,18 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.action_masks import ActionMask, info_key
-from penstock.agents.random import draw
-from penstock.columns.interface import Start
-from penstock.columns.seat_columns import LockStepColumns, SeatColumns
-from penstock.columns.turn_columns import TurnColumns, TurnSeats
+from penstock.agents import RandomAgent
 from penstock.envs import EnvFactory
-from penstock.envs.checks import NO_CHECKS, Checks
-from penstock.envs.seats import ParallelView, SeatRank, TurnView, is_in_turns
+from penstock.envs.seats import ParallelView, is_in_turns
 from penstock.envs.state import is_same
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError, WorkerError, brief
+from penstock.samplers import SerialSampler
 from penstock.testing.rules import Violation
-from penstock.workers.control import ControlBlock, UntimedProgress
 
 
 class Recorded:
@@ -86,47 +81,33 @@ class GameSetup:
         env.close()
         return type(getattr(env, "unwrapped", env.env)).__name__
 
-    def play(self, checks: Checks = NO_CHECKS) -> Recorded:
-        """Play as a sampler does. Raises `Violation` where a sampler raises an error."""
-        env, rng = self.build(), np.random.default_rng(self.seed)
+    def play(self, *, checks: bool = False) -> Recorded:
+        """Play in a sampler, with a random agent for each seat. Raises `Violation` where it raises an error."""
+        built: list[Recorded] = []
+
+        def env_fn() -> Any:
+            built.append(self.build())
+            return built[-1]
+
         try:
-            seats, games = self._columns(env, checks)
-            games.reset([0], [Start(self.seed)])
-            for _ in range(self.n_steps):
-                events = games.step([self._draw(seat, rng) for seat in seats])
-                for seat, its in zip(seats, () if events is None else events.policies, strict=events is not None):
-                    for column, last, *_ in its.ends:
-                        seat.check_final(column, last)
-                for seat in seats:
-                    seat.write_rewards(np.zeros(1, np.float32))
-                    seat.blank_idle(None)
-                if events is not None:
-                    games.reset(events.over)
-        except (SpaceError, ConfigError) as error:
+            view = ParallelView(self.build())
+            view.close()
+            policies = {agent: f"p{i}" for i, agent in enumerate(view.possible_agents)}
+            agents = {policy: RandomAgent(mask_key=self.mask_key) for policy in policies.values()}
+            # In turns, a row of the batch has one decision of each agent.
+            batch_T = -(-self.n_steps // len(agents)) if self.in_turns else self.n_steps
+            with SerialSampler(
+                env_fn, batch_T=batch_T, batch_B=1, max_decorrelation_steps=0, check_finite=checks, debug=checks
+            ) as sampler:
+                sampler.initialize(agents, policy_of=policies.__getitem__, seed=self.seed)
+                sampler.obtain_samples(0)
+        except (SpaceError, ConfigError, WorkerError) as error:
+            broken = error.__cause__ if isinstance(error, WorkerError) else error
+            if not isinstance(broken, SpaceError | ConfigError):
+                raise
             remedy = "return flag, reward and last observation of each agent that acted, in the spaces of this agent"
-            raise Violation(str(error), remedy) from None
-        finally:
-            env.close()
-        return env
-
-    def _columns(self, env: Recorded, checks: Checks) -> tuple[list[Any], LockStepColumns]:
-        """The environment, and the seat of each agent."""
-        classes: tuple[Any, Any, Any] = ParallelView, SeatColumns, LockStepColumns
-        view_cls, seats_cls, cls = (TurnView, TurnSeats, TurnColumns) if self.in_turns else classes
-        view = view_cls(env, mask_key=info_key(self.mask_key))
-        progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-        seats = [seats_cls([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
-        return seats, cls([view], seats, [0])
-
-    def _draw(self, seat: SeatColumns, rng: np.random.Generator) -> Any:
-        """A random action, legal if there is a mask, as a row of one."""
-        row, observation = draw(seat.action_space, rng, 1), seat.observations[0]
-        if seat.asked if isinstance(seat, TurnSeats) else not seat.idle:
-            seat.check_column(0)
-            if self.mask_key is not None:
-                mask = ActionMask(self.mask_key, seat.observation_space, seat.action_space)
-                row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))
-        return row
+            raise Violation(str(broken), remedy) from None
+        return built[-1]
 
 
 def games_say_who_plays_and_who_ends(setup: GameSetup) -> None:
@@ -137,7 +118,7 @@ def games_say_who_plays_and_who_ends(setup: GameSetup) -> None:
 
 def observations_lie_in_their_spaces(setup: GameSetup) -> None:
     """Every observation, the last ones too, is an element of observation_space(agent), and rewards are finite."""
-    setup.play(Checks(check_finite=True, debug=True))
+    setup.play(checks=True)
 
 
 def returned_dicts_do_not_change(setup: GameSetup) -> None:

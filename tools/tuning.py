@@ -14,6 +14,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete, flatdim
 
 from penstock import agents, arguments
 from penstock.agents import Agent
+from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.envs import EnvFn, build_example_env, env_factories
 from penstock.errors import ConfigError
@@ -185,8 +186,7 @@ def _agent_maker(policy: str | Callable[[], Agent], env_fn: EnvFn) -> Callable[[
     (factory,) = env_factories(env_fn, None, 1)  # raises for what makes no environment
     if callable(policy) or policy == "random":
         return policy if callable(policy) else agents.RandomAgent
-    if policy != "mlp":
-        raise ConfigError(f'policy must be "random", "mlp" or a function that makes an agent, got {policy!r}')
+    must_be("policy", policy, policy == "mlp", '"random", "mlp" or a function that makes an agent')
     with marked:
         env = build_example_env(factory)
         env.close()

@@ -28,7 +28,6 @@ from penstock.vector.vector_arguments import (
     ModeName,
     Options,
     SharedSpaces,
-    as_batch_factory,
     as_batch_mode,
     as_factories,
     as_mode,
@@ -148,12 +147,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self._guard = VectorGuard()
         refuse_unknown(ShmVectorEnv, unknown)
         check_async_arguments(shared_memory, daemon, observation_mode)
-        if num_envs is None:
-            if rows_per_env != 1:
-                raise ConfigError("rows_per_env is for batched environments: give num_envs too")
-            factories, unit = as_factories(env_fns), 0
-        else:
-            factories, unit = as_batch_factory(env_fns, num_envs, rows_per_env), rows_per_env
+        factories, unit = as_factories(env_fns, num_envs, rows_per_env)
         self._is_batched, self._n_envs = unit > 0, int(num_envs or len(factories))
         self.copy = true_or_false("copy", copy)
         check_finite = true_or_false("check_finite", check_finite)
@@ -167,7 +161,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             restart_window=restart_window,
         )
         with marked:
-            seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode, unit)
+            seats = self._read_spaces(factories, checked_spaces("spaces", spaces), autoreset_mode, unit)
         if seats is None:
             factories = tuple(replace(factory, as_seats=refuse_seats) for factory in factories)
         program = VectorProgram(

@@ -12,8 +12,9 @@ from gymnasium.vector import AutoresetMode
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.tree import tree_leaves
-from penstock.envs.rows import arrays_like, in_range
+from penstock.buffers.tree import map_tree, tree_leaves
+from penstock.envs.checks import Checks, check_row
+from penstock.envs.rows import ColumnError, arrays_like, in_range
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.objects import ObjectParts
 from penstock.vector.step_memory import VectorMemory, copy_rows
@@ -32,6 +33,7 @@ from penstock.vector.vector_infos import (
 
 Ids = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
+_FINITE = Checks(check_finite=True)
 
 
 class Exchange:
@@ -274,15 +276,11 @@ class Exchange:
 
 def require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:
     """Raise `SpaceError` for the first NaN or inf in the rows `which` of `arrays`."""
-    for leaf_name, array in tree_leaves(arrays, name):
-        rows = array[which]
-        if rows.dtype.kind == "f" and not (finite := np.isfinite(rows)).all():
-            first = tuple(np.argwhere(~finite)[0].tolist())
-            where = f" at index {first[1:]}" if first[1:] else ""
-            raise SpaceError(
-                f"{leaf_name} of env_rank {ranks[which[first[0]]]} must be finite (check_finite=True), got "
-                f"{rows[first]}{where}"
-            )
+    rows = map_tree(lambda array: array[np.newaxis, which], arrays)
+    try:
+        check_row(_FINITE, None, rows, 0, (), name)
+    except ColumnError as error:
+        raise error.with_env_rank(ranks[which[error.column]]) from None
 
 
 def _put(rows: object, actions: object, which: Ids | slice) -> None:

@@ -178,7 +178,8 @@ class VectorProgram:
 
     def run(self, command: Command) -> None:
         """Step the environments that have a request, or do what the message in the mailbox says."""
-        requested = self._with_request()
+        wanted, replied = self._requested, self._replied
+        requested = [i for i in range(len(wanted)) if wanted[i] != replied[i]]
         if command.has_message:
             message = pickle.loads(self._mailbox.read())
             if not isinstance(message, ResetMessage):
@@ -206,10 +207,6 @@ class VectorProgram:
         self._builder.close()
 
     # ---- stepping --------------------------------------------------------------------------
-
-    def _with_request(self) -> list[int]:
-        requested, replied = self._requested, self._replied
-        return [i for i in range(len(requested)) if requested[i] != replied[i]]
 
     def _step(self, which: int | None) -> None:
         """Step all environments, or only `which`, and reply."""

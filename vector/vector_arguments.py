@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from penstock.arguments import MOST_ENVS, checks_of, integer, seconds, signature, unknown_argument
+from penstock.arguments import MOST_ENVS, checks_of, integer, must_be, seconds, signature, unknown_argument
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env, env_factories
 from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, SeatTable, is_in_turns
 from penstock.errors import ConfigError, SpaceError, brief
@@ -64,37 +64,40 @@ def refuse_unknown(caller: type, given: Mapping[str, Any], *others: type) -> Non
 
 def check_async_arguments(shared_memory: object, daemon: object, observation_mode: object) -> None:
     """Raise `ConfigError` for values of AsyncVectorEnv's arguments that a ShmVectorEnv cannot have."""
-    if shared_memory is not True:
-        raise ConfigError(
-            f"shared_memory must be True, got {shared_memory!r}: results are always in shared memory. Parts without a "
-            "fixed shape are always pickled"
-        )
-    if daemon is not True:
-        raise ConfigError(
-            f"daemon must be True, got {daemon!r}: workers always exit with the main process, and may start processes"
-        )
-    if not (isinstance(observation_mode, str) and observation_mode == "same"):
-        raise ConfigError(
-            f'observation_mode must be "same", got {brief(observation_mode)}: all environments must have the same '
-            "spaces; change them with wrappers"
-        )
+    wanted = "True, since results are always in shared memory (parts without a fixed shape are always pickled)"
+    must_be("shared_memory", shared_memory, shared_memory is True, wanted)
+    wanted = "True, since workers always exit with the main process, and may start processes"
+    must_be("daemon", daemon, daemon is True, wanted)
+    is_same = isinstance(observation_mode, str) and observation_mode == "same"
+    wanted = '"same", since all environments must have the same spaces (change them with wrappers)'
+    must_be("observation_mode", observation_mode, is_same, wanted)
 
 
-def as_factories(env_fns: EnvFns) -> tuple[EnvFactory, ...]:
-    """One factory for each environment; the same one for the same function."""
+def as_factories(env_fns: EnvFns, num_envs: int | None, rows_per_env: int) -> tuple[tuple[EnvFactory, ...], int]:
+    """One factory for each environment, the same one for the same function, and 0. With `num_envs`, the only factory of
+    batched environments that have so many rows together, and how many of these belong together."""
     given: Any = env_fns
+    if num_envs is not None:
+        if not (callable(given) or isinstance(given, str)):
+            raise ConfigError(
+                "with num_envs, env_fns must be one callable or environment id that stands for batched environments, "
+                f"got {brief(given)}. For a list of single environments, leave num_envs out: its length is their number"
+            )
+        rest = integer("num_envs", num_envs, 1, MOST_ENVS) % integer("rows_per_env", rows_per_env, 1)
+        must_be("num_envs", num_envs, rest == 0, f"a multiple of rows_per_env={rows_per_env}")
+        return (_as_factory(given, "env_fns"),), rows_per_env
+    if rows_per_env != 1:
+        raise ConfigError("rows_per_env is for batched environments: give num_envs too")
     is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-    if not is_list or not all(callable(fn) or isinstance(fn, str) for fn in given):
-        raise ConfigError(
-            f"env_fns must be a list of callables or environment ids, one for each environment, got {brief(env_fns)}. "
-            "One callable or id that stands for batched environments needs num_envs"
-        )
+    fits = is_list and all(callable(fn) or isinstance(fn, str) for fn in given)
+    wanted = "a list of callables or environment ids, one for each environment (one for batched ones needs num_envs)"
+    must_be("env_fns", given, fits, wanted)
     integer("the number of env_fns", len(given), 1, MOST_ENVS)
     made: dict[int, EnvFactory] = {}
     for i, fn in enumerate(given):
         if id(fn) not in made:
             made[id(fn)] = replace(_as_factory(fn, f"env_fns[{i}]"), as_seats=SharedSpaces)
-    return tuple(made[id(fn)] for fn in given)
+    return tuple(made[id(fn)] for fn in given), 0
 
 
 def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, name: str) -> EnvFactory:
@@ -106,27 +109,13 @@ def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, name: str) -> En
         ) from error.__cause__
 
 
-def as_batch_factory(env_fn: Any, num_envs: int, rows_per_env: int) -> tuple[EnvFactory]:
-    """The factory of batched environments that have `num_envs` rows together."""
-    if not (callable(env_fn) or isinstance(env_fn, str)):
-        raise ConfigError(
-            "with num_envs, env_fns must be one callable or environment id that stands for batched environments, got "
-            f"{brief(env_fn)}. For a list of single environments, leave num_envs out: its length is their number"
-        )
-    if integer("num_envs", num_envs, 1, MOST_ENVS) % integer("rows_per_env", rows_per_env, 1):
-        raise ConfigError(f"num_envs must be a multiple of rows_per_env={rows_per_env}, got {num_envs}")
-    return (_as_factory(env_fn, "env_fns"),)
-
-
 def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> AutoresetMode:
     """An autoreset mode, or the one of that name (`"SameStep"` or `"SAME_STEP"`), or the default."""
     if mode is None:
         return AutoresetMode.SAME_STEP if has_seats else AutoresetMode.NEXT_STEP
-    try:
-        chosen = AutoresetMode.__members__.get(str(mode)) or AutoresetMode(mode)
-    except ValueError:
-        names = ", ".join(AutoresetMode.__members__)
-        raise ConfigError(f"autoreset_mode must be one of {names}, got {mode!r}") from None
+    modes = {str(key): own for own in AutoresetMode for key in (own, own.name, own.value)}
+    must_be("autoreset_mode", mode, str(mode) in modes, f"one of {', '.join(AutoresetMode.__members__)}")
+    chosen = modes[str(mode)]
     if has_seats and chosen is not AutoresetMode.SAME_STEP:
         raise ConfigError(
             'autoreset_mode of environments of several agents must be "SAME_STEP", which is their default: each is '
@@ -220,15 +209,13 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
 def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, Sequence[Options]]:
     """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
     given: Any = options if isinstance(options, list) else [options] * n_envs
-    if len(given) != n_envs or not all(one is None or isinstance(one, dict) for one in given):
-        raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
+    fits = len(given) == n_envs and all(one is None or isinstance(one, dict) for one in given)
+    must_be("options", options, fits, f"None, a dict, or a list of {n_envs} dicts")
     if not isinstance(options, dict) or "reset_mask" not in options:
         return np.arange(n_envs), given
     mask = options["reset_mask"]
-    if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (n_envs,) and mask.any()):
-        raise ConfigError(
-            f"options['reset_mask'] must be a numpy array of {n_envs} bools, one at least True, got {brief(mask)}"
-        )
+    is_mask = isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (n_envs,) and mask.any()
+    must_be("options['reset_mask']", mask, is_mask, f"a numpy array of {n_envs} bools, one at least True")
     rest = {key: value for key, value in options.items() if key != "reset_mask"}
     return np.flatnonzero(mask), [rest] * n_envs
 

@@ -309,7 +309,7 @@ class Command(NamedTuple):
 
     itr: int = 0  #: the caller's iteration count
     do_eval: bool = False  #: evaluate the agent instead
-    has_message: bool = False  #: do what the message in the mailbox says; with `do_eval`, evaluate as it says
+    has_message: bool = False  #: do what the message in the mailbox says
     version: int = 0  #: act with this version of the parameters; 0: with the newest
     batch: int = 0  #: the number of the batch, which says into which slot of the samples buffer it goes
 
@@ -317,11 +317,6 @@ class Command(NamedTuple):
     def is_batch(self) -> bool:
         """Whether a sampler's worker collects a batch."""
         return not (self.do_eval or self.has_message)
-
-    @property
-    def is_call(self) -> bool:
-        """Whether a sampler's worker makes a call on its environments."""
-        return self.has_message and not self.do_eval
 
 
 class ControlBlock:

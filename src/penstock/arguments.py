@@ -16,6 +16,7 @@ from penstock.errors import ConfigError, brief
 MOST_ENVS = 10**7  #: more environments in one process are a mistake
 _MOST_LISTED = 20
 _INT64 = 2**63 - 1
+FINITE = float(np.finfo(np.float64).max)  #: the largest number that is finite
 _INTEGERS = int, np.integer  # a tuple, since `int | np.integer` would be made at each call
 
 
@@ -34,26 +35,40 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     return int(value)
 
 
+def must_be(name: str, value: Any, fits: object, wanted: str) -> Any:
+    """`value`; raises `ConfigError` naming the argument, and what is `wanted`, unless it `fits`."""
+    if not fits:
+        raise ConfigError(f"{name} must be {wanted}, got {brief(value)}")
+    return value
+
+
 def one_of(name: str, value: Any, choices: Sequence[str]) -> Any:
     """`value`; raises `ConfigError` naming the argument unless it is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return value
+    return must_be(name, value, value in choices, f"one of {', '.join(choices)}")
 
 
 def true_or_false(name: str, value: object) -> bool:
     """`value` as a bool; raises `ConfigError` naming the argument unless it is True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{name} must be True or False, got {brief(value)}")
-    return bool(value)
+    return bool(must_be(name, value, isinstance(value, bool | np.bool_), "True or False"))
+
+
+def number(name: str, value: Any, most: float = FINITE) -> float:
+    """`value` as a float; raises `ConfigError` naming the argument unless it is one number from 0 to `most`. A tensor
+    with one element is a number."""
+    try:
+        as_float = np.nan if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, for example
+        as_float = np.nan
+    wanted = "a finite number of at least 0" if most == FINITE else f"from 0 to {most:g}"
+    must_be(name, value, 0 <= as_float <= most, wanted)
+    return as_float
 
 
 def seconds(name: str, value: Any, *, zero: bool = False) -> float:
     """`value` as a float; raises `ConfigError` naming the argument unless it is a positive number, or 0 with `zero`."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number or not (value > 0 or (zero and value == 0)):
-        wanted = "a number of seconds, 0 or more" if zero else "a positive number of seconds"
-        raise ConfigError(f"{name} must be {wanted}, got {brief(value)}")
+    wanted = "a number of seconds, 0 or more" if zero else "a positive number of seconds"
+    must_be(name, value, is_number and (value > 0 or (zero and value == 0)), wanted)
     try:
         return float(value)
     except OverflowError:
@@ -72,6 +87,17 @@ def between(least: int, most: int = _INT64) -> Check:
 def choice(*choices: str) -> Check:
     """The check of one of these words."""
     return partial(one_of, choices=choices)
+
+
+def kind_of(wanted: str, *classes: type) -> Check:
+    """The check of an instance of one of these classes; errors say what is `wanted`."""
+    return lambda name, value: must_be(name, value, isinstance(value, classes), wanted)
+
+
+def subclass_of(base: type) -> Check:
+    """The check of a subclass."""
+    wanted = f"a subclass of {base.__name__} (the class itself)"
+    return lambda name, value: must_be(name, value, isinstance(value, type) and issubclass(value, base), wanted)
 
 
 def optional(check: Check) -> Check:

@@ -136,5 +136,5 @@ def test_used_without_a_sampler_it_explores_as_in_the_first_iteration() -> None:
 
 
 def test_other_noise_is_refused() -> None:
-    with pytest.raises(ConfigError, match='noise must be "gaussian" or "ou", got \'pink\''):
+    with pytest.raises(ConfigError, match="noise must be one of gaussian, ou, got 'pink'"):
         DeterministicPgAgent(Echo, noise="pink")  # type: ignore[arg-type]

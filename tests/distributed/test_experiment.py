@@ -612,7 +612,7 @@ def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
         ({"policies": Policies(0)}, "the number of policies must be an integer of at least 1, got 0"),
         ({"policies": Policies(1, max_delay=-1)}, "max_delay must be a number of seconds, 0 or more, got -1"),
         ({"policies": Policies(1, max_delay=float("nan"))}, "max_delay must be a number of seconds, .*, got nan"),
-        ({"policies": Policies(1, max_delay=float("inf"))}, "max_delay must be finite, got inf"),
+        ({"policies": Policies(1, max_delay=float("inf"))}, "max_delay must be finite, or .* full batch, got inf"),
         ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
         ({"policies": None}, "no policies for the inference stream 'policy'"),
         ({"actors": Actors(1, SAMPLER), "policies": Policies(1, stream="a")}, "the stream 'a', the actors ask None"),

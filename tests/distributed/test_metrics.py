@@ -24,7 +24,7 @@ STATES = [
 def test_what_a_step_returns_is_a_dict_of_numbers() -> None:
     assert _figures(None) == {}
     assert _figures({"a": np.float32(2), "b": np.ones(1)[0]}) == {"a": 2.0, "b": 1.0}
-    with pytest.raises(ConfigError, match="step of the trainer must return a dict of figures or None, got 5"):
+    with pytest.raises(ConfigError, match="what step of the trainer returns must be a dict of figures or None, got 5"):
         _figures(5)
     for value in ("x", [1.0, 2.0], np.ones(2)):
         with pytest.raises(ConfigError, match="the trainer's figure 'loss' must be one number"):

@@ -303,8 +303,8 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"seed_episodes": True}, "seed_episodes=True and RaySampler do not go together"),
         ({"episode_plan": print}, "episode_plan and RaySampler do not go together"),
         ({"unavailable_timeout": 0}, "unavailable_timeout must be a positive number"),
-        ({"resources": {"GPU": -1}}, r"resources\['GPU'\] must be a number of 0 or more, got -1"),
-        ({"resources": {"GPU": float("nan")}}, r"resources\['GPU'\] must be a number of 0 or more, got nan"),
+        ({"resources": {"GPU": -1}}, r"resources\['GPU'\] must be a finite number of at least 0, got -1"),
+        ({"resources": {"GPU": float("nan")}}, r"resources\['GPU'\] must be a finite number of at least 0, got nan"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:

@@ -20,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, direct_steps
+from penstock.envs.checks import checked_step
 from penstock.envs.direct_steps import flat_step_of
+from penstock.errors import SpaceError
 
 from ..scale import examples
 
@@ -29,8 +31,8 @@ RESULTS: list[Any] = [
     (1, 1.0, True, False, {"a": 1}),
     (np.zeros(2).tolist(), 2, 0, None, None),
     [2, 0.5, False, False, {}],
-    (0, 1.0, False, {}),
-    (0, 1.0, False, False, {}, 0),
+    [0, 1.0, False, {}],
+    [0, 1.0, False, False, {}, 0],
     None,
     ValueError("broken"),
 ]
@@ -172,6 +174,16 @@ def test_a_flat_step_does_what_the_wrappers_do(
     operations = [("reset", {"seed": 1}), *operations] if starts else operations
     step = plain[0].step  # looked up once, as collectors do
     assert outcomes_of(plain, step, operations) == outcomes_of(flat, flat_step, operations)
+
+
+@pytest.mark.parametrize("wrong", [(0, 1.0, False, {}), (0, 1.0, False, False, {}, 0)])
+def test_the_callers_of_a_flat_step_refuse_a_tuple_that_has_not_five_values(wrong: Any) -> None:
+    env = stack([wrong], [0, 1])[0]
+    step = flat_step_of(env)
+    env.reset()
+    assert step(0) == wrong
+    with pytest.raises(SpaceError, match="env_rank 3 must return five values"):
+        checked_step(wrong, 3)
 
 
 @pytest.mark.parametrize("wrap", [RecordEpisodeStatistics, lambda env: OtherTimeLimit(env, 3)])

@@ -343,7 +343,7 @@ def test_what_does_not_go_together_with_a_plan_is_refused() -> None:
         pytest.raises(ConfigError, match=r"^episode_plan and games in turns do not go together"),
     ):
         sampler.initialize(RandomAgent())
-    with pytest.raises(ConfigError, match="an episode plan must be a function of env_rank, episode and rng, or None"):
+    with pytest.raises(ConfigError, match="episode_plan must be a function of env_rank, episode and rng, or None"):
         planned(episode_plan={"level": 3})
     with planned(episode_plan=None) as sampler:
         with pytest.raises(SamplerStateError, match="set_episode_plan was called out of order"):
@@ -354,7 +354,7 @@ def test_what_does_not_go_together_with_a_plan_is_refused() -> None:
     with started(planned(ParallelSampler)) as sampler:
         frame: Any = sys._getframe()
         for wrong, problem in ((3, "must be a function"), (partial(plan, frame), "cannot be pickled")):
-            with pytest.raises(ConfigError, match=f"episode plan {problem}"):
+            with pytest.raises(ConfigError, match=f"episode.plan {problem}"):
                 sampler.set_episode_plan(wrong)
         follow(collect(sampler, 2), [plan] * 2)
 

@@ -231,7 +231,7 @@ def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> No
             for name in ("a b", "_a", "class", "keys", "batch", 3)
         ),
         (dict.fromkeys(("odd", "even"), RandomAgent()), odd_or_even, "two policies have the same agent"),
-        ({"odd": RandomAgent(), "even": 3}, odd_or_even, "agent must be a penstock Agent, got int"),
+        ({"odd": RandomAgent(), "even": 3}, odd_or_even, r"agent must be a penstock Agent \(wrap a model.*, got 3"),
     ],
 )
 def test_wrong_policies_are_refused(agents: Any, policy_of: Any, message: str) -> None:

@@ -104,7 +104,7 @@ class NoValue(Agent):
 @pytest.mark.parametrize(
     ("agent", "error", "message"),
     [
-        (nn.Linear(2, 2), ConfigError, r"must be a penstock Agent, got Linear.*CategoricalPgAgent\(model\)"),
+        (nn.Linear(2, 2), ConfigError, r"must be a penstock Agent .*CategoricalPgAgent\(model\).* got Linear"),
         (WrongCount(), SpaceError, r"one row per column"),
         (NoBatch(), SpaceError, "agent_info.scalar must be a numeric array"),
         (NoValue(), ConfigError, r"NoValue has no value\(\)"),

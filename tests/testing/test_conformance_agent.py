@@ -378,9 +378,9 @@ def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must return a penstock Agent, got Linear"):
+    with pytest.raises(ConfigError, match=r"what make_agent returns must be a penstock Agent .*, got Linear"):
         check_agent(lambda: nn.Linear(1, 1), CountingEnv)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ConfigError, match="4 or more"):
+    with pytest.raises(ConfigError, match="batch_T must be an integer of at least 4"):
         check_agent(RandomAgent, CountingEnv, batch_T=3)
 
 

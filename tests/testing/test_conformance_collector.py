@@ -315,7 +315,7 @@ def test_a_collector_that_cannot_run_raises_its_own_error() -> None:
 
     with pytest.raises(WorkerError, match="not yet written"):
         check_collector(Raises, CountingEnv)
-    with pytest.raises(ConfigError, match="must be 2 or more"):
+    with pytest.raises(ConfigError, match="batch_T must be an integer of at least 2"):
         check_collector(ResetCollector, CountingEnv, batch_T=1)
     with pytest.raises(ConfigError, match="not a registered environment id"):
         check_collector(ResetCollector, "NoSuchEnv-v0")

@@ -98,7 +98,7 @@ def beating(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
         ({"how": "raise", "at": 0}, "at must be an integer of at least 1, got 0"),
         ({"how": "raise", "at": True}, "got True"),
         ({"how": "raise", "at": 1.5}, "got 1.5"),
-        ({"how": "delay", "seconds": float("inf")}, "finite number, 0 or more, got inf"),
+        ({"how": "delay", "seconds": float("inf")}, "seconds must be a finite number of at least 0, got inf"),
         ({"how": "delay", "seconds": -1}, "got -1"),
         ({"how": "raise", "marker": "/no/such/folder/marker"}, "folder that does not exist"),
     ],
