@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -103,10 +104,12 @@ def test_a_fork_has_programs_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=30, check=False).returncode == 0
 
 
-def test_a_program_that_hides_is_ended_and_a_fork_does_not_end_it() -> None:
+def test_a_program_that_hides_is_ended_and_a_fork_does_not_end_it(tmp_path: Path) -> None:
     """It clears its variables, and ignores SIGTERM."""
-    program = MarkedProcess(["env", "-i", "sh", "-c", "trap '' TERM; while :; do /bin/sleep 1; done"])
-    until(lambda: psutil.Process(program.pid).name() == "sh", "the shell")
+    ignores = tmp_path / "ignores"
+    script = f"trap '' TERM; : > {ignores}; while :; do /bin/sleep 1; done"
+    program = MarkedProcess(["env", "-i", "sh", "-c", script])
+    until(ignores.exists, "the trap")
     assert exit_code_of_fork(program.end) == 0
     assert program.members() == [program.pid]
     assert program.end(0.05) == []
