@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations, cycle, islice, product
 from typing import Any, TypeVar
 
@@ -68,14 +69,21 @@ def covering(cells: Sequence[Cell], always: Sequence[Cell] = ()) -> list[Cell]:
     Greedy: each time the cell that has most of the pairs that are missing; of equal ones the first.
     """
     numbers: dict[object, int] = {}
-    pairs = {  # as bits
-        cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(enumerate(cell), 2))
-        for cell in cells
-    }
+    pairs = [  # as bits
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(enumerate(cell), 2)) for cell in cells
+    ]
+    place = {cell: index for index, cell in enumerate(cells)}
     missing, chosen = (1 << len(numbers)) - 1, list(always)
     for cell in chosen:
-        missing &= ~pairs[cell]
+        missing &= ~pairs[place[cell]]
+    # How many each cell had, which only falls: so a cell whose number is still right, and is the highest, is the best.
+    heap = [(-own.bit_count(), index) for index, own in enumerate(pairs)]
+    heapify(heap)
     while missing:
-        chosen.append(max(cells, key=lambda cell: (pairs[cell] & missing).bit_count()))
-        missing &= ~pairs[chosen[-1]]
+        most, index = heap[0]
+        if (now := -(pairs[index] & missing).bit_count()) != most:
+            heapreplace(heap, (now, index))
+            continue
+        chosen.append(cells[index])
+        missing &= ~pairs[index]
     return chosen

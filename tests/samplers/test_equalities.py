@@ -460,7 +460,8 @@ def run_cell(cell: Cell) -> None:
     (T, B, n), more = SHAPES[shape], dict(RECORDED[recorded])
     only_ours = {**of_sampler, **more.pop("sampler", {})}
     sizes = {"batch_T": T, "batch_B": B, "n_batches": n}
-    compare(cls, env_fn, make_agent, sampler=only_ours, **of_kind, **FORMS[form], **of_agent, **more, **sizes)
+    options = {"max_decorrelation_steps": scaled(100, 25), **of_kind, **FORMS[form], **of_agent, **more}
+    compare(cls, env_fn, make_agent, sampler=only_ours, **options, **sizes)
 
 
 @pytest.mark.parametrize(("pair", "cell"), sorted(refused_cells().items()), ids="; ".join)
@@ -518,6 +519,7 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     """Four batches and two evaluations."""
     env_fn, make_agent = MODELS[model]
     sizes = {"batch_T": 20, "batch_B": 5, "n_batches": 4, "eval_n_envs": 2, "eval_max_steps": 60}
+    sizes["max_decorrelation_steps"] = scaled(100, 25)
     has_value = {"bootstrap_value": model not in WITHOUT_VALUE}
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
