@@ -353,6 +353,7 @@ SAMPLERS: dict[str, tuple[type[Sampler], Options]] = {
 
 #: What is recorded or asked for. `sampler` holds options that the loop does not have.
 RECORDED: dict[str, Options] = {
+    "nothing more": {},  # the first: of equal cells, those with it are chosen
     "evaluations": {"eval_n_envs": 3, "eval_max_steps": 90},
     "counted episodes": {"eval_n_envs": 3, "eval_max_steps": 900, "eval_episodes": 5},
     "env_info": {"env_info": {"n": 0.0}},
@@ -559,6 +560,7 @@ MASKED: dict[str, tuple[Any, str]] = {
 def test_random_steps_and_agents_take_the_masks_of_a_plain_loop(kind: str, sampler: str) -> None:
     (env_fn, where), (cls, of_sampler) = MASKED[kind], SAMPLERS[sampler]
     sizes = {"batch_T": 5, "batch_B": 3, "n_batches": 5, "eval_n_envs": 3, "eval_max_steps": 90}
+    sizes["max_decorrelation_steps"] = scaled(100, 25)
     agent = partial(RandomAgent, mask_key=f"{where}.rules.legal")
     compare(cls, env_fn, agent, sampler=of_sampler, traj_info_cls=Diary, **sizes)
 
