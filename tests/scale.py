@@ -69,21 +69,22 @@ def covering(cells: Sequence[Cell], always: Sequence[Cell] = ()) -> list[Cell]:
     Greedy: each time the cell that has most of the pairs that are missing; of equal ones the first.
     """
     numbers: dict[object, int] = {}
-    pairs = [  # as bits
-        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(enumerate(cell), 2)) for cell in cells
-    ]
-    place = {cell: index for index, cell in enumerate(cells)}
+    pairs = {  # as bits
+        cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(enumerate(cell), 2))
+        for cell in cells
+    }
     missing, chosen = (1 << len(numbers)) - 1, list(always)
     for cell in chosen:
-        missing &= ~pairs[place[cell]]
-    # How many each cell had, which only falls: so a cell whose number is still right, and is the highest, is the best.
-    heap = [(-own.bit_count(), index) for index, own in enumerate(pairs)]
+        missing &= ~pairs[cell]
+    # How many each cell had, which only falls: a cell whose number is the highest, and still right, is the best.
+    heap = [(-pairs[cell].bit_count(), index) for index, cell in enumerate(cells)]
     heapify(heap)
     while missing:
-        most, index = heap[0]
-        if (now := -(pairs[index] & missing).bit_count()) != most:
-            heapreplace(heap, (now, index))
-            continue
-        chosen.append(cells[index])
-        missing &= ~pairs[index]
+        index = heap[0][1]
+        now = (-(pairs[cells[index]] & missing).bit_count(), index)
+        if now == heap[0]:
+            chosen.append(cells[index])
+            missing &= ~pairs[cells[index]]
+        else:
+            heapreplace(heap, now)
     return chosen
