@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations, cycle, islice, product
 from typing import Any, TypeVar
 
@@ -75,7 +76,15 @@ def covering(cells: Sequence[Cell], always: Sequence[Cell] = ()) -> list[Cell]:
     missing, chosen = (1 << len(numbers)) - 1, list(always)
     for cell in chosen:
         missing &= ~pairs[cell]
+    # How many each cell had, which only falls: a cell whose number is the highest, and still right, is the best.
+    heap = [(-pairs[cell].bit_count(), index) for index, cell in enumerate(cells)]
+    heapify(heap)
     while missing:
-        chosen.append(max(cells, key=lambda cell: (pairs[cell] & missing).bit_count()))
-        missing &= ~pairs[chosen[-1]]
+        index = heap[0][1]
+        now = (-(pairs[cells[index]] & missing).bit_count(), index)
+        if now == heap[0]:
+            chosen.append(cells[index])
+            missing &= ~pairs[cells[index]]
+        else:
+            heapreplace(heap, now)
     return chosen

@@ -154,6 +154,8 @@ def assert_same(
     for (name, a), b in zip(ours.items(), theirs.values(), strict=True):
         if but and re.search(but, name):
             continue
+        if _are_identical(a, b):  # what follows takes ten times as long
+            continue
         if not isinstance(b, np.ndarray):  # a number may be of numpy's kind here and of Python's there
             assert np.asarray(a).dtype.kind == np.asarray(b).dtype.kind, name
             np.testing.assert_equal(a, b, err_msg=name)
@@ -164,6 +166,12 @@ def assert_same(
         else:
             np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
             assert a.tobytes() == b.tobytes(), name
+
+
+def _are_identical(a: Any, b: Any) -> bool:
+    if type(a) is np.ndarray is type(b):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and type(a) in (bool, int, float, str) and repr(a) == repr(b)  # 0.0 is not -0.0
 
 
 def _parts(tree: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -57,6 +57,9 @@ def shortened(block: str) -> str:
         found = re.sub(r"(?<=[( ]episodes=)(10|20|50)\b", "4", found)
         found = re.sub(r"(?<=\.learn\()1_000\b", "300", found)
         found = re.sub(r"(?<=for _ in range\()(8|16|32)(?=\))", "4", found)
+        found = found.replace("n_epochs=4", "n_epochs=1")
+        if "Sampler(" in found and not re.search(r"max_decorrelation_steps|tune\(|check_", found):
+            found = re.sub(r"(?<=[ (])batch_T=", "max_decorrelation_steps=4, batch_T=", found)
     return found
 
 

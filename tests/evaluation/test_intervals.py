@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +14,33 @@ from penstock.evaluation.intervals import Interval, mean, paired_share, share, s
 
 from ..scale import scaled
 
-stats = pytest.importorskip("scipy.stats")
+
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """Imported here, by one process of several that collect this file."""
+    return pytest.importorskip("scipy.stats")
 
 
-@given(st.integers(1, 5000))
-def test_the_quantile_of_student(df: int) -> None:
+@given(df=st.integers(1, 5000))
+def test_the_quantile_of_student(stats: Any, df: int) -> None:
     assert student(df) == pytest.approx(stats.t.ppf(0.975, df), abs=1e-6)
 
 
-@given(st.integers(1, 300), st.data())
-def test_a_share_of_one_task_is_wilsons(n: int, data: st.DataObject) -> None:
+@given(n=st.integers(1, 300), data=st.data())
+def test_a_share_of_one_task_is_wilsons(stats: Any, n: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, n))
     values = np.repeat([1.0, 0.0], [k, n - k])
     wilson = stats.binomtest(k, n).proportion_ci(method="wilson")
     assert share([values]) == pytest.approx(Interval(k / n, wilson.low, wilson.high), abs=1e-6)
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=50).filter(lambda x: np.std(x) > 1e-3))
-def test_a_mean_of_one_task_is_students(values: list[float]) -> None:
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=50).filter(lambda x: np.std(x) > 1e-3))
+def test_a_mean_of_one_task_is_students(stats: Any, values: list[float]) -> None:
     low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
     assert mean([np.array(values)]) == pytest.approx((np.mean(values), low, high), rel=1e-6, abs=1e-6)
 
 
-def test_a_paired_share_is_that_of_bonett_and_price() -> None:
+def test_a_paired_share_is_that_of_bonett_and_price(stats: Any) -> None:
     # Their example: 26 and 7 of 100 pairs changed, each way.
     differences = np.repeat([1.0, -1.0, 0.0], [26, 7, 67])
     p, q, z = 27 / 102, 8 / 102, stats.norm.ppf(0.975)

@@ -353,6 +353,7 @@ SAMPLERS: dict[str, tuple[type[Sampler], Options]] = {
 
 #: What is recorded or asked for. `sampler` holds options that the loop does not have.
 RECORDED: dict[str, Options] = {
+    "nothing more": {},  # the first: of equal cells, those with it are chosen
     "evaluations": {"eval_n_envs": 3, "eval_max_steps": 90},
     "counted episodes": {"eval_n_envs": 3, "eval_max_steps": 900, "eval_episodes": 5},
     "env_info": {"env_info": {"n": 0.0}},
@@ -460,7 +461,8 @@ def run_cell(cell: Cell) -> None:
     (T, B, n), more = SHAPES[shape], dict(RECORDED[recorded])
     only_ours = {**of_sampler, **more.pop("sampler", {})}
     sizes = {"batch_T": T, "batch_B": B, "n_batches": n}
-    compare(cls, env_fn, make_agent, sampler=only_ours, **of_kind, **FORMS[form], **of_agent, **more, **sizes)
+    options = {"max_decorrelation_steps": scaled(100, 25), **of_kind, **FORMS[form], **of_agent, **more}
+    compare(cls, env_fn, make_agent, sampler=only_ours, **options, **sizes)
 
 
 @pytest.mark.parametrize(("pair", "cell"), sorted(refused_cells().items()), ids="; ".join)
@@ -518,6 +520,7 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     """Four batches and two evaluations."""
     env_fn, make_agent = MODELS[model]
     sizes = {"batch_T": 20, "batch_B": 5, "n_batches": 4, "eval_n_envs": 2, "eval_max_steps": 60}
+    sizes["max_decorrelation_steps"] = scaled(100, 25)
     has_value = {"bootstrap_value": model not in WITHOUT_VALUE}
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
@@ -557,6 +560,7 @@ MASKED: dict[str, tuple[Any, str]] = {
 def test_random_steps_and_agents_take_the_masks_of_a_plain_loop(kind: str, sampler: str) -> None:
     (env_fn, where), (cls, of_sampler) = MASKED[kind], SAMPLERS[sampler]
     sizes = {"batch_T": 5, "batch_B": 3, "n_batches": 5, "eval_n_envs": 3, "eval_max_steps": 90}
+    sizes["max_decorrelation_steps"] = scaled(100, 25)
     agent = partial(RandomAgent, mask_key=f"{where}.rules.legal")
     compare(cls, env_fn, agent, sampler=of_sampler, traj_info_cls=Diary, **sizes)
 
