@@ -6,7 +6,8 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import gymnasium as gym
@@ -14,6 +15,7 @@ import numpy as np
 
 from penstock.buffers.named import as_named, map_leaves
 from penstock.buffers.reports import dump_exception, dump_exception_by_value, in_one_line
+from penstock.buffers.tree import tree_of
 from penstock.envs import EnvContext
 from penstock.envs.checks import checked_reset, checked_step, reset_with
 from penstock.envs.direct_steps import flat_step_of
@@ -21,6 +23,7 @@ from penstock.envs.rows import action_splitter
 from penstock.errors import GameError, PenstockError, SpaceError
 from penstock.evaluation.jobs import EvaluationPlan, Job, is_true, leaves_of, plain
 from penstock.evaluation.policies import Player, make_player, one_row
+from penstock.evaluation.proof import ObservationMarks, Trace
 
 _log = logging.getLogger("penstock")
 
@@ -43,6 +46,9 @@ class EpisodeEnv(gym.Env[Any, Any]):
     - `("policy raised", report)`: the policy has.
 
     With `policies`, it acts itself. An error that would come again, such as other spaces than expected, is raised.
+
+    An episode that `proofs` has, by its number, is played in a new environment, and ends where it ended. Its steps get
+    the actions that are stored in place of those of the policy. What the policy would have done is in the facts.
     """
 
     def __init__(
@@ -53,9 +59,13 @@ class EpisodeEnv(gym.Env[Any, Any]):
         context: EnvContext,
         *,
         wants_infos: bool,
+        proofs: Mapping[int, Trace],
     ) -> None:
         self.observation_space, self.action_space = plan.spaces[0], action_space
         self._plan, self._policies, self._rank, self._wants_infos = plan, policies, context.worker_rank, wants_infos
+        self._proofs = proofs
+        self._proof: Iterator[Any] | None = None  # the stored actions of an episode that is a proof
+        self._most_steps = NO_JOB  # of such an episode
         self._split = action_splitter(plan.spaces[1])
         self._env: gym.Env[Any, Any] | None = None
         self._step_env: Any = None  # what makes its steps
@@ -64,6 +74,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._idle = self._observation = plan.spaces[0].sample()
         self._pending: deque[Any] = deque()
         self._begun: tuple[str, Any] | None = None
+        self._marks = ObservationMarks(plan.spaces[0])
         self._rewards: list[float] = []
         self._chunks: list[Any] = []  # of actions, since the episode began
 
@@ -76,7 +87,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         try:
             number, n = action["order"].tolist()
             if number != NO_JOB:
-                self._begin(self._plan.job(number))
+                self._begin(self._plan.job(number), self._proofs.get(number))
             if n:
                 self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
             note = self._play()
@@ -102,12 +113,18 @@ class EpisodeEnv(gym.Env[Any, Any]):
     def _put(self, chunk: Any) -> None:
         """Keep the actions `[n, ...]` for the steps to come."""
         self._chunks.append(chunk)
-        self._pending.extend(self._split(chunk))  # copies: the environment may change its action
+        actions = self._split(chunk)  # copies: the environment may change its action
+        self._pending.extend(actions if self._proof is None else islice(self._proof, len(actions)))
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job, proof: Trace | None) -> None:
         self._rewards, self._chunks, self._job, self._begun = [], [], job, None
         self._pending.clear()
-        if self._task != job.task or self._env is None:
+        self._marks.clear()
+        self._proof, self._most_steps = None, NO_JOB
+        if proof is not None:
+            self._proof = iter(self._split(as_named(tree_of(self._plan.spaces[1], proof.actions))))
+            self._most_steps = len(proof.rewards)
+        if self._task != job.task or self._env is None or proof is not None:
             self.close()
             self._env, self._task = self._plan.factories[job.task](self._plan.context(job.task, self._rank)), job.task
             env_spaces = self._env.observation_space, self._env.action_space
@@ -117,6 +134,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         options = copy.deepcopy(job.options)  # an environment may take entries out
         result = reset_with(self._env, job.seed, options)
         self._observation, info = self._checked(checked_reset, result)
+        self._marks.add(self._observation)
         self._begun = "begun", plain(info)
         if self._policies is not None:
             try:
@@ -140,6 +158,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 self._put(self._own_chunk())
             result = self._checked(checked_step, self._step_env(self._pending.popleft()))
             self._observation, reward, terminated, truncated, info = result
+            self._marks.add(self._observation)
             self._rewards.append(reward)
             if (facts := self._facts(info, terminated, truncated)) is not None:
                 self._pending.clear()
@@ -177,17 +196,17 @@ class EpisodeEnv(gym.Env[Any, Any]):
         plan, n, success, key = self._plan, len(self._rewards), False, self._plan.success
         if plan.until_success and key is not None and key in info:  # this entry alone: an info may be large
             success = is_true(plain({key: info[key]}).get(key, False))
-        if not (terminated or truncated or success or n == plan.max_steps):
+        is_over = terminated or truncated or success or n == plan.max_steps
+        if not (is_over or n == self._most_steps):
             return None
         parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)
         return {
             "length": n,
             "terminated": terminated,
-            "truncated": truncated or not (terminated or success),
+            "truncated": truncated or (is_over and not (terminated or success)),
             "return": sum(self._rewards),
             "info": plain(info),
-            "actions": [np.concatenate(part)[:n] for part in parts],
-            "rewards": np.array(self._rewards),
+            "trace": Trace([np.concatenate(part)[:n] for part in parts], np.array(self._rewards), *self._marks.take()),
         }
 
     def close(self) -> None:

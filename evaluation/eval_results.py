@@ -20,12 +20,10 @@ from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.errors import ConfigError, brief
 from penstock.evaluation import intervals
 from penstock.evaluation.intervals import Interval
+from penstock.evaluation.proof import PlayedEpisode, Trace, load_trace
 
 if TYPE_CHECKING:
     from penstock.evaluation.jobs import EvaluationPlan
-
-#: The parts of the actions of an episode, and its rewards; or the file that has them.
-Trace = tuple[list[npt.NDArray[Any]], npt.NDArray[np.float64]] | Path
 
 
 @dataclass
@@ -43,18 +41,17 @@ class EpisodeResult:
     truncated: bool = False
     #: "return", "success" if it was asked for, and the numbers in the info of the last step.
     metrics: dict[str, float | bool] = field(default_factory=dict)
-    trace: Trace | None = field(default=None, repr=False, compare=False)  #: for `EvalResults.episode`
+    #: for `EvalResults.episode`; or the file that has it
+    trace: Trace | Path | None = field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, without the trace."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "trace"}
 
-    def played(self) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.float64]] | None:
-        """The parts of the actions `[length, ...]`, and the rewards `[length]`; None for an episode that failed."""
-        if not isinstance(self.trace, Path):
-            return self.trace
-        with np.load(self.trace) as file:  # it refuses code
-            return [file[f"action_{i}"] for i in range(len(file.files) - 1)], file["rewards"]
+    def played(self) -> Trace | None:
+        """The actions, the rewards and the marks of the observations; None for an episode that failed. Raises
+        `ConfigError` if the file that has them is damaged."""
+        return load_trace(self.trace, self.length) if isinstance(self.trace, Path) else self.trace
 
 
 @dataclass
@@ -71,6 +68,7 @@ class EvalResults:
     n_restarts: int = 0  #: how many workers were replaced
     n_rebuilt: int = 0  #: how often all workers were built again, since one of them had corrupted memory
     n_missing: int = 0  #: loaded results: episodes of the evaluation that have not ended yet
+    n_proved: int = 0  #: for how many pairs of a policy and a task an episode was the same when it was played again
     _plan: EvaluationPlan | None = field(default=None, repr=False, compare=False)
 
     # ---- figures ---------------------------------------------------------------------------
@@ -184,7 +182,8 @@ class EvalResults:
     # ---- episodes and files ------------------------------------------------------------------
 
     def episode(self, policy: str, task: str, episode: int) -> RecordedEpisode:
-        """An episode, to be repeated in this process: debug it, or make a film of it.
+        """An episode, to be repeated in this process: debug it, or make a film of it. It raises `RepeatError` at the
+        first step that is not as it was.
 
         The task of an evaluation without tasks is "". Raises `ConfigError` for an episode that is not there or has
         failed, and for loaded results without `env_fn`.
@@ -199,17 +198,19 @@ class EvalResults:
         (result,) = chosen
         if (trace := result.played()) is None:
             raise ConfigError(f"episode {episode} of {policy!r} has no actions: {result.failed or 'none were kept'}")
-        parts, rewards = trace
-        return RecordedEpisode(
+        rewards = trace.rewards
+        return PlayedEpisode(
             factory=plan.factories[job.task],
             context=plan.context(job.task, 0),
             episode=episode,
             seed=result.seed,
-            actions=as_named(tree_of(plan.spaces[1], parts)),
+            actions=as_named(tree_of(plan.spaces[1], trace.actions)),
             rewards=np.array(rewards[:-1], np.float32),
             options=job.options,
             last_reward=np.float32(rewards[-1]),
             terminated=result.terminated,
+            checks=trace.checks,
+            sums=trace.sums,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

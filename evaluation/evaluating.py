@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -26,10 +27,12 @@ from penstock.evaluation.eval_results import EpisodeResult, EvalResults
 from penstock.evaluation.evaluation_loop import EvaluationLoop, job_space
 from penstock.evaluation.jobs import EvaluationPlan, tasks_of
 from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
+from penstock.evaluation.proof import TOLERANCE, Trace, differs
 from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.plan import Affinity, PoolArguments, StartMethod
 
+_log = logging.getLogger("penstock")
 _LISTED = 5  # failed episodes in a warning
 _MOST_RESTARTS = 10**9  # it is the attempts of the episodes that are limited
 
@@ -54,6 +57,7 @@ def evaluate(
     attempts: int = 5,
     step_timeout: float | None = 300.0,
     folder: str | os.PathLike[str] | None = None,
+    trust_folder: bool = False,
     spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None,
     affinity: Affinity | None = None,
     start_method: StartMethod = "forkserver",
@@ -64,7 +68,8 @@ def evaluate(
     Episode k of a task has a seed that depends on `seed`, the task and k alone. So it is the same for every policy,
     number of workers and machine. All episodes that begin count, so short ones are not favoured. The state and the
     random numbers of a policy belong to the episode. If an environment raises, dies or hangs, the same episode
-    begins again. At the end the first episode is played once more; if it differs, a `RuntimeWarning` says so.
+    begins again. One episode of each policy and task is played once more at the end: `results.n_proved`. If one
+    differs, a `RuntimeWarning` says so.
 
     Args:
         policies: a policy, or a dict of policies by name. A policy is an `Agent`; a function of observations `[k, ...]`
@@ -91,7 +96,9 @@ def evaluate(
         attempts: after so many failures that are its own, an episode counts as failed.
         step_timeout: seconds that a reset or step may take; None for no limit.
         folder: keeps each episode as soon as it has ended. The same call continues there, and plays failed episodes
-            again. A folder of other episodes, or of another policy of the same name, is refused.
+            again. First it plays one episode of each policy and task in the folder again: if one differs, in more than
+            rounding, the folder is refused.
+        trust_folder: True: take the episodes in the folder without playing any of them again.
         spaces: `(observation_space, action_space)`: then no environment is built in this process to read them.
         affinity, start_method: as in `ParallelSampler`.
         progress: say on the standard error output how many episodes have ended.
@@ -104,6 +111,7 @@ def evaluate(
         raise ConfigError(f"options must be a function of the task and the number of an episode, got {brief(options)}")
     if until_success and success is None:
         raise ConfigError("until_success needs success: the key of the info that says whether a step was a success")
+    true_or_false("trust_folder", trust_folder)
     in_workers = one_of("act_in", act_in, ("caller", "workers")) == "workers"
     attempts = integer("attempts", attempts, 1)
     plan = EvaluationPlan.of(
@@ -120,55 +128,55 @@ def evaluate(
         max_steps=None if max_steps is None else integer("max_steps", max_steps, 1),
     )
     snapshots = {n: snapshot(policy, plan.spaces, plan.seed, for_workers=in_workers) for n, policy in named.items()}
-    with opened(folder, plan, named) as files:
+    with opened(folder, plan, named, trusted=trust_folder) as files:
         so_far = _ResultsSoFar(plan, files, progress=true_or_false("progress", progress))
-        n_workers, batch_B = _sizes(n_workers, batch_B, len(so_far.missing))
-        n_columns = 1 if in_workers else batch_B  # there the workers have players of their own
-        players = {n: make_player(policy, plan.spaces, n_columns, batched=batched) for n, policy in snapshots.items()}
-        loop = EvaluationLoop(
+        play = partial(
+            _play_part,
             plan,
-            so_far.missing,
-            batch_B,
-            None if in_workers else players,
-            attempts=attempts,
-            min_ready=_share(min_ready),
-            max_wait=None if max_wait is None else seconds("max_wait", max_wait, zero=True),
-            n_ended=len(so_far.by_number),
-            on_result=so_far.put,
+            snapshots,
+            sizes=partial(_sizes, n_workers, batch_B),
+            in_workers=in_workers,
+            batched=true_or_false("batched", batched),
+            of_loop={
+                "attempts": attempts,
+                "min_ready": _share(min_ready),
+                "max_wait": None if max_wait is None else seconds("max_wait", max_wait, zero=True),
+            },
+            of_envs={
+                "context": PoolArguments(start_method=start_method).start_method,
+                "step_timeout": step_timeout,
+                "affinity": affinity,
+            },
         )
-        actions = job_space(plan)
-        make = partial(
-            EpisodeEnv,
-            plan,
-            _picklable(snapshots) if in_workers else None,
-            actions,
-            wants_infos=any(player.wants_infos for player in players.values()),
-        )
-        counts = _play(
-            loop,
-            [make] * batch_B,
-            attempts,
-            n_workers=n_workers,
-            spaces=(plan.spaces[0], actions),
-            context=PoolArguments(start_method=start_method).start_method,
-            step_timeout=step_timeout,
-            affinity=affinity,
-            on_worker_failure="restart",
-            max_restarts=_MOST_RESTARTS,
-        )
-    ordered = [so_far.by_number[number] for number in range(plan.n)]
-    results = EvalResults(ordered, list(named), list(by_task), *counts, _plan=plan)
+        if trust_folder:
+            so_far.trust()
+        else:
+            so_far.prove_kept(play)
+        so_far.add(play(so_far.missing, {}, on_result=so_far.put, n_ended=len(so_far.by_number)))
+        so_far.prove_new(play)
+    results = EvalResults(
+        [so_far.by_number[number] for number in range(plan.n)],
+        list(named),
+        list(by_task),
+        *so_far.counts,
+        n_proved=so_far.n_proved,
+        _plan=plan,
+    )
     for message in so_far.warnings():
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return results
 
 
+_Counts = tuple[int, int]  # replaced workers, and how often all were built again
+_PlayPart = Callable[..., _Counts]
+
+
 class _ResultsSoFar:
-    """The results so far, by the number of the episode."""
+    """The results so far, by the number of the episode, and which policies and tasks are proved: an episode of them was
+    the same when it was played again."""
 
     def __init__(self, plan: EvaluationPlan, files: ResultFolder | None, *, progress: bool) -> None:
         self._plan, self._files, self._progress = plan, files, progress
-        self._again: EpisodeResult | None = None  # the first episode once more
         kept = {} if files is None else files.results
         self.by_number = {
             plan.number(*key): result
@@ -180,14 +188,17 @@ class _ResultsSoFar:
         for result in self.by_number.values():
             self._count(result)
         self.missing = [number for number in range(plan.n) if number not in self.by_number]
-        if self.missing:
-            self.missing.append(plan.n)
+        self._to_prove = {(policy, task) for policy in plan.policies for task in plan.tasks}
+        self.counts: _Counts = 0, 0
+        self.n_proved, self._is_trusted = 0, False
+        self._problems: list[str] = []  # what was different, of episodes of this call
+
+    def add(self, counts: _Counts) -> None:
+        """A part of the evaluation has ended, with these counts."""
+        self.counts = self.counts[0] + counts[0], self.counts[1] + counts[1]
 
     def put(self, number: int, result: EpisodeResult) -> None:
         """Keep the result of an episode."""
-        if number == self._plan.n:
-            self._again = result
-            return
         self.by_number[number] = result
         if self._files is not None:
             self._files.append(result)
@@ -204,11 +215,62 @@ class _ResultsSoFar:
         n, end = len(self.by_number), "\n" if len(self.by_number) == self._plan.n else ""
         print(f"\r{n} of {self._plan.n} episodes{mean}", end=end, file=sys.stderr, flush=True)
 
+    # ---- proofs ------------------------------------------------------------------------------
+
+    def trust(self) -> None:
+        """The episodes in the folder are taken as they are."""
+        self._is_trusted = bool(self.by_number)
+        self._to_prove -= {(result.policy, result.task) for result in self.by_number.values()}
+
+    def prove_kept(self, play: _PlayPart) -> None:
+        """Play an episode of each policy and task in the folder again. Raises `ConfigError` if one differs."""
+        for policy, task in sorted(self._to_prove):
+            if self._files is not None and self._files.is_unproven(policy, task) and self._stored(policy, task):
+                raise ConfigError(
+                    f"the folder says that an episode of {_name(policy, task)} was different when it was played again, "
+                    "so nothing can show that its results are those of this call. Give another folder; or "
+                    "trust_folder=True, and they are taken as they are"
+                )
+        for result, problem in self._differences(play).items():
+            raise ConfigError(
+                f"the folder has other results: episode {result[2]} of {_name(*result[:2])} was played again, and "
+                f"{problem}. The policy or the environment has changed, or depends on something else than the seed. "
+                "Give another folder; or trust_folder=True, and the results are taken as they are"
+            )
+
+    def prove_new(self, play: _PlayPart) -> None:
+        """Play an episode of each other policy and task again, and note which differ."""
+        for (policy, task, episode), problem in self._differences(play).items():
+            self._problems.append(f"episode {episode} of {_name(policy, task)}: {problem}")
+            if self._files is not None:
+                self._files.note_unproven(policy, task)
+
+    def _stored(self, policy: str, task: str) -> int | None:
+        """The number of the last episode of a policy and a task that has ended: its environment was not new."""
+        last = self._plan.number(policy, task, self._plan.episodes[-1])
+        numbers = range(last, last - len(self._plan.episodes), -1)
+        return next((n for n in numbers if n in self.by_number and not self.by_number[n].failed), None)
+
+    def _differences(self, play: _PlayPart) -> dict[tuple[str, str, int], str]:
+        """Play an episode of each policy and task that is still to be proved, and has one. Returns what differs."""
+        stored = {pair: number for pair in self._to_prove if (number := self._stored(*pair)) is not None}
+        self._to_prove -= stored.keys()
+        proofs = {number: trace for number in stored.values() if (trace := self.by_number[number].played()) is not None}
+        found: dict[tuple[str, str, int], str] = {}
+
+        def compare(number: int, again: EpisodeResult) -> None:
+            if problem := _difference(self.by_number[number], proofs[number], again):
+                found[again.policy, again.task, again.episode] = problem
+
+        self.add(play(sorted(proofs), proofs, on_result=compare, n_ended=1))  # so that no failure ends it
+        self.n_proved += len(proofs) - len(found)
+        return found
+
     def warnings(self) -> Iterator[str]:
-        """What the user must know: which episodes failed, and whether the first one was different once more."""
+        """What the user must know: which episodes failed, and which were different when they were played again."""
         if failed := [result for result in self.by_number.values() if result.failed]:
             texts = [
-                f"episode {r.episode} of {r.policy!r}{f' in {r.task!r}' if r.task else ''}, begun {r.attempts} times: "
+                f"episode {r.episode} of {_name(r.policy, r.task)}, begun {r.attempts} times: "
                 f"{r.failed.splitlines()[0]}"
                 for r in failed[:_LISTED]
             ]
@@ -216,13 +278,87 @@ class _ResultsSoFar:
                 f"{len(failed)} of {self._plan.n} episodes failed by their environment, and are not in the means "
                 f"(results.failed has them all): {'; '.join(texts)}"
             )
-        first, again = self.by_number[0], self._again
-        if again is not None and not (first.failed or again.failed) and (what := _difference(first, again)):
+        if self._is_trusted:
+            yield "trust_folder=True: no episode of the folder was played again, so nothing shows whose results it has"
+        if self._problems:
             yield (
-                f"the first episode was different when it was played once more: {what}. The environment or the policy "
-                "depends on earlier episodes, or on random numbers that are not its own, so results can be different "
-                "in each run"
+                f"{len(self._problems)} episodes were different when they were played again. "
+                f"{'; '.join(self._problems[:_LISTED])}. The environment or the policy depends on earlier episodes, or "
+                "on random numbers that are not its own, so results can be different in each run"
             )
+
+
+def _name(policy: str, task: str) -> str:
+    return f"{policy!r} in {task!r}" if task else repr(policy)
+
+
+def _difference(stored: EpisodeResult, trace: Trace, again: EpisodeResult) -> str:
+    """What differs in an episode that was played again; "" if nothing does."""
+    new = again.played()
+    if new is None:
+        return f"failed: {again.failed}"
+    problem, is_equal = differs(trace, new)
+    for name in ("terminated", "truncated") if not problem else ():
+        if getattr(stored, name) != getattr(again, name):
+            problem = f"{name} of its last step was {getattr(stored, name)}, and is {getattr(again, name)}"
+    if not problem and stored.metrics.get("success") != again.metrics.get("success"):
+        problem = f"its success was {stored.metrics.get('success')}, and is {again.metrics.get('success')}"
+    if not (problem or is_equal):
+        _log.info(
+            "episode %d of %s was played again: its numbers differ by rounding, by less than %g",
+            again.episode, _name(again.policy, again.task), TOLERANCE,
+        )  # fmt: skip
+    return problem
+
+
+def _play_part(
+    plan: EvaluationPlan,
+    snapshots: Mapping[str, Any],
+    numbers: Sequence[int],
+    proofs: Mapping[int, Trace],
+    *,
+    sizes: Callable[[int], tuple[int, int]],
+    in_workers: bool,
+    batched: bool,
+    of_loop: Mapping[str, Any],
+    of_envs: Mapping[str, Any],
+    n_ended: int,
+    on_result: Callable[[int, EpisodeResult], None],
+) -> _Counts:
+    """Play the episodes with these numbers, in workers of their own."""
+    n_workers, batch_B = sizes(len(numbers))
+    if not numbers:
+        return 0, 0
+    n_columns = 1 if in_workers else batch_B  # there the workers have players of their own
+    players = {n: make_player(policy, plan.spaces, n_columns, batched=batched) for n, policy in snapshots.items()}
+    loop = EvaluationLoop(
+        plan,
+        numbers,
+        batch_B,
+        None if in_workers else players,
+        n_ended=n_ended,
+        on_result=on_result,
+        **of_loop,
+    )
+    actions = job_space(plan)
+    make = partial(
+        EpisodeEnv,
+        plan,
+        _picklable(snapshots) if in_workers else None,
+        actions,
+        wants_infos=any(player.wants_infos for player in players.values()),
+        proofs=proofs,
+    )
+    return _play(
+        loop,
+        [make] * batch_B,
+        of_loop["attempts"],
+        n_workers=n_workers,
+        spaces=(plan.spaces[0], actions),
+        on_worker_failure="restart",
+        max_restarts=_MOST_RESTARTS,
+        **of_envs,
+    )
 
 
 def _play(loop: EvaluationLoop, makes: Sequence[Any], attempts: int, **options: Any) -> tuple[int, int]:
@@ -297,11 +433,3 @@ def _share(min_ready: float | None) -> float:
     if not is_number or not 0 < min_ready < math.inf or (min_ready > 1 and min_ready != int(min_ready)):
         raise ConfigError(f"min_ready must be a number of environments, or a share below 1, got {brief(min_ready)}")
     return float(min_ready)
-
-
-def _difference(first: EpisodeResult, again: EpisodeResult) -> str:
-    """What is different; "" if nothing is."""
-    names = ["length", *first.metrics]
-    values = [(r.length, *(r.metrics.get(name) for name in names[1:])) for r in (first, again)]
-    texts = [f"its {n} was {x}, then {y}" for n, x, y in zip(names, *values, strict=True) if str(x) != str(y)]
-    return "; ".join(texts[:3])

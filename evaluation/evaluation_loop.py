@@ -40,7 +40,7 @@ def job_space(plan: EvaluationPlan) -> spaces.Dict:
     """The action space of an `EpisodeEnv`."""
     return spaces.Dict(
         action=batch_space(plan.spaces[1], LONGEST_CHUNK),
-        order=spaces.MultiDiscrete([plan.n + 2, LONGEST_CHUNK + 1], start=[NO_JOB, 0]),
+        order=spaces.MultiDiscrete([plan.n + 1, LONGEST_CHUNK + 1], start=[NO_JOB, 0]),
     )
 
 
@@ -154,7 +154,7 @@ class EvaluationLoop:
             result.length, result.terminated = facts["length"], facts["terminated"]
             result.truncated = facts["truncated"]
             result.metrics = _metrics(facts, plan.success)
-            result.trace = facts["actions"], facts["rewards"]
+            result.trace = facts["trace"]
         self.n_left -= 1
         self._on_result(number, result)
 

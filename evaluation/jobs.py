@@ -41,7 +41,7 @@ class Job(NamedTuple):
 @dataclass(frozen=True)
 class EvaluationPlan:
     """All that decides what happens in the episodes, except for the policies themselves. Each episode has a number: all
-    of a policy's tasks in order, all episodes of a task in order. The last number stands for the first episode again.
+    of a policy's tasks in order, all episodes of a task in order.
     """
 
     policies: tuple[str, ...]
@@ -93,7 +93,7 @@ class EvaluationPlan:
 
     def job(self, number: int) -> Job:
         """The episode with this number."""
-        which, k = divmod(number % self.n, len(self.episodes))
+        which, k = divmod(number, len(self.episodes))
         policy, task = divmod(which, len(self.tasks))
         options = self.options[task * len(self.episodes) + k] if self.options else None
         episode = self.episodes[k]
@@ -113,14 +113,14 @@ class EvaluationPlan:
 
     def env_seed(self, task: int, episode: int) -> int:
         """The seed of the reset that begins an episode. It does not depend on the policy."""
-        return self._streams(task).env_seeds(Purpose.EVAL, episode)[0]
+        return seed_of(self.seed, self.task_names[task], episode)
 
     def rng(self, job: Job) -> np.random.Generator:
         """What the policy draws from in an episode."""
         return self._streams(job.task).rngs(Purpose.EVAL_ACTION, job.episode)[0]
 
     def _streams(self, task: int) -> ColumnStreams:
-        return ColumnStreams(self.seed, (key_of(self.task_names[task]),))
+        return _streams(self.seed, self.task_names[task])
 
     def context(self, task: int, worker_rank: int) -> EnvContext:
         """What the environments of a task are built with. Nothing in it depends on the column."""
@@ -168,9 +168,14 @@ def factories_of(env_fn: EnvFn, tasks: Mapping[str, Mapping[str, Any]], mask_key
     return tuple(replace(env_factories(env_fn, kwargs, 1)[0], wrapper=wrapper) for kwargs in tasks.values())
 
 
-def key_of(task: str) -> int:
-    """What the seeds of a task depend on: its name, not its place among the others."""
-    return zlib.crc32(task.encode())
+def seed_of(seed: int, task: str, episode: int) -> int:
+    """The seed of the reset that begins an episode of a task, in an evaluation with `seed`."""
+    return _streams(seed, task).env_seeds(Purpose.EVAL, episode)[0]
+
+
+def _streams(seed: int, task: str) -> ColumnStreams:
+    """The random numbers of a task, which depend on its name, not on its place among the others."""
+    return ColumnStreams(seed, (zlib.crc32(task.encode()),))
 
 
 def plain(info: Mapping[Any, Any]) -> dict[str, Any]:

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError, EvalResults, evaluate
-from penstock.evaluation.digests import digest
 
 from ..scale import scaled
 from ..starter import Program
 from ..support import until
-from .reach import TASKS, Reach, moody, played, serial, vla, weaker
+from .reach import TASKS, Reach, played, serial, vla, weaker
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "evaluated.py"
 N = scaled(50, 12)
@@ -52,20 +51,22 @@ def test_a_killed_evaluation_continues(tmp_path: Path, starter: None) -> None:
     assert known < n
 
 
-def test_a_complete_folder_is_not_played_again(tmp_path: Path) -> None:
-    first = run(vla, episodes=3, folder=tmp_path)
-    again = run(moody, episodes=3, folder=renamed(tmp_path, "moody"))
+def test_of_a_complete_folder_one_episode_of_each_task_is_played_again(tmp_path: Path) -> None:
+    n_begun = [0]
+
+    def counted(observation: Any, rngs: Any, states: Any) -> Any:
+        n_begun[0] += states.count(None)
+        return vla(observation, rngs), [1] * len(states)
+
+    first = run(counted, episodes=3, folder=tmp_path)
+    n_lines = len(lines(tmp_path))
+    assert n_begun == [4 * len(TASKS)]  # one of each task twice
+    again = run(counted, episodes=3, folder=tmp_path)
     assert first.episodes == again.episodes
+    assert (first.n_proved, again.n_proved) == (len(TASKS), len(TASKS))
+    assert (len(lines(tmp_path)), n_begun) == (n_lines, [5 * len(TASKS)])
     assert played(again) == serial(range(3))
     assert np.array_equal(again.episode("policy", "desk", 1).actions, first.episode("policy", "desk", 1).actions)
-
-
-def renamed(folder: Path, name: str) -> Path:
-    """The folder as if the function of this name had played."""
-    about = json.loads((folder / "evaluation.json").read_text())
-    about["policies"] = {"policy": f"{name} {digest(moody)}"}
-    (folder / "evaluation.json").write_text(json.dumps(about))
-    return folder
 
 
 def test_parts_of_several_machines(tmp_path: Path) -> None:
