@@ -281,8 +281,9 @@ class _ResultsSoFar:
         if self._is_trusted:
             yield "trust_folder=True: no episode of the folder was played again, so nothing shows whose results it has"
         if self._problems:
+            n = self.n_proved + len(self._problems)
             yield (
-                f"{len(self._problems)} episodes were different when they were played again. "
+                f"{len(self._problems)} of {n} episodes were different when they were played again. "
                 f"{'; '.join(self._problems[:_LISTED])}. The environment or the policy depends on earlier episodes, or "
                 "on random numbers that are not its own, so results can be different in each run"
             )

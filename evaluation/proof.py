@@ -9,6 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.tree import tree_leaves
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.errors import ConfigError, RepeatError, brief
 from penstock.vector.objects import has_fixed_shape
@@ -43,9 +44,9 @@ class ObservationMarks:
     """Computes `Trace.checks` and `Trace.sums` of the observations of an episode."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
-        parts = [(name, part) for name, part in tree_leaves(space) if has_fixed_shape(part)]
-        self._space, self._is_array = space, [name for name, _ in parts] == [""]
-        self._others = any(not has_fixed_shape(part) for _, part in tree_leaves(space))
+        parts = [(path, part) for path, part in _leaves(space) if has_fixed_shape(part)]
+        self._others = [path for path, part in _leaves(space) if not has_fixed_shape(part)]
+        self._is_array = [path for path, _ in parts] == [()]
         sizes = [-(-int(np.prod(part.shape)) * part.dtype.itemsize // 8) * 8 for _, part in parts]
         n_rows = max(1, min(_ROWS, _BYTES // max(1, sum(sizes))))
         # Rows of whole words for each kind of part, so that one product makes all checksums.
@@ -55,6 +56,7 @@ class ObservationMarks:
             np.ndarray((n_rows, *part.shape), part.dtype, buffer, 0, (buffer.shape[1], *_strides(part)))
             for (_, part), buffer in zip(parts, self._bytes, strict=True)
         ]
+        self._paths = [(view, path) for view, (path, _) in zip(self._views, parts, strict=True)]
         self._crc = np.zeros(n_rows, np.uint32)
         rng = np.random.Generator(np.random.PCG64(0))  # the same numbers in every process
         self._factors = [rng.integers(1 << 63, size=size // 8, dtype=np.uint64) * np.uint64(2) + 1 for size in sizes]
@@ -73,21 +75,16 @@ class ObservationMarks:
             if self._is_array:
                 self._views[0][n] = observation
             else:
-                self._add_parts(n, observation)
-        except (ValueError, TypeError, KeyError, AttributeError):
+                for view, path in self._paths:
+                    view[n] = reduce(getitem, path, observation)
+                if self._others:
+                    values = tuple(reduce(getitem, path, observation) for path in self._others)
+                    self._crc[n] = zlib.crc32(b"".join(_bytes_of(values)))
+        except (ValueError, TypeError, LookupError):
             self._crc[n] = 1
         self._n = n + 1
         if n + 1 == len(self._crc):
             self._mark()
-
-    def _add_parts(self, n: int, observation: Any) -> None:
-        views, crc = iter(self._views), 0
-        for _, part, value in tree_leaves(self._space, "", observation):
-            if has_fixed_shape(part):
-                next(views)[n] = value
-            else:
-                crc = zlib.crc32(b"".join(_bytes_of(value)), crc)
-        self._crc[n] = crc
 
     def _mark(self) -> None:
         n, self._n = self._n, 0
@@ -109,6 +106,15 @@ class ObservationMarks:
             self._mark()
         checks, sums = zip(*self._done, strict=True)
         return np.concatenate(checks), np.concatenate(sums)
+
+
+def _leaves(space: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The keys and indices that lead to each basic space, and this space."""
+    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        yield path, space
+        return
+    for key, part in space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces):
+        yield from _leaves(part, (*path, key))
 
 
 def _strides(part: Any) -> tuple[int, ...]:

@@ -91,27 +91,27 @@ REPEAT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an environment with numbers of its own": (
         {"policies": zeros, "env_fn": partial(Walk, source="numpy")},
         {},
-        r"1 episodes were .*episode 19 of 'policy': its observation after 1 steps is another one",
+        r"1 of \d episodes were .*episode 19 of 'policy': its observation after 1 steps is another one",
     ),
     "the second policy": (
         {"policies": {"zeros": zeros, "coin": coin}, "env_fn": partial(Walk, n=60)},
         {},
-        r"1 episodes were .*episode 19 of 'coin': its action in step \d+ was",
+        r"1 of \d episodes were .*episode 19 of 'coin': its action in step \d+ was",
     ),
     "the second task": (
         {"policies": zeros, "env_fn": of_task},
         {"tasks": ["good", "bad"]},
-        r"1 episodes were .*episode 19 of 'policy' in 'bad': its observation",
+        r"1 of \d episodes were .*episode 19 of 'policy' in 'bad': its observation",
     ),
     "numbers that come again": (
         {"policies": zeros, "env_fn": partial(Walk, source="twelve")},
         {"episodes": 20},
-        r"1 episodes were .*episode 19 of 'policy': its observation after 1 steps",
+        r"1 of \d episodes were .*episode 19 of 'policy': its observation after 1 steps",
     ),
     "the success": (
         {"policies": zeros, "env_fn": Lucky},
         {"success": "lucky"},
-        r"1 episodes were .*its success was (True|False), and is",
+        r"1 of \d episodes were .*its success was (True|False), and is",
     ),
 }
 

@@ -294,7 +294,9 @@ class Remembers(gym.Env[Any, Any]):
 
 
 def test_an_environment_that_remembers_is_noticed() -> None:
-    message = "1 episodes were different when they were played again. episode 2 of 'policy': it has 1 steps, and had 3"
+    message = (
+        "1 of 1 episodes were different when they were played again. episode 2 of 'policy': it has 1 steps, and had 3"
+    )
     with pytest.warns(RuntimeWarning, match=message):
         evaluate(zeros, Remembers, episodes=3, n_workers=1, batch_B=1)
 
