@@ -34,7 +34,7 @@ ODD_NAMES = [
 
 
 def some_results(seed: int = 0, n: int = 6) -> EvalResults:
-    """Tasks of different scales. Some episodes are missing, and some failed: all in the last task of the last policy."""
+    """Tasks of different scales. Some episodes are missing, some failed: all in the last task of the last policy."""
     rng = np.random.default_rng(seed)
     found = []
     for policy in POLICIES:
