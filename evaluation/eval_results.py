@@ -141,9 +141,8 @@ class EvalResults:
         known = np.concatenate([*strata, [math.nan] * (not any(map(len, strata)))])
         extremes = (0.0, 1.0) if self._is_share(metric) else (float(known.min()), float(known.max()))
         low, high = (extreme if end is None else end for end, extreme in zip((least, most), extremes, strict=True))
-        parts = [(values, n) for values, n in zip(strata, n_failed.sum(-1), strict=True) if len(values) + n] or [
-            (known, 0)
-        ]
+        parts = [(values, n) for values, n in zip(strata, n_failed.sum(-1).tolist(), strict=True) if len(values) + n]
+        parts = parts or [(known, 0)]  # NaN, where there is no episode
         lower, upper = (np.mean([np.append(values, [end] * n).mean() for values, n in parts]) for end in (low, high))
         return float(lower), float(upper)
 
