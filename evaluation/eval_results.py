@@ -358,7 +358,7 @@ def _cell(interval: Interval, sign: str = "") -> str:
 def _texts(values: Sequence[float], sign: str = "") -> list[str]:
     """Numbers with so many digits that their differences can be seen: at least three decimals, or an exponent."""
     known = [value for value in values if math.isfinite(value)]
-    size, spread = max(map(abs, known), default=0.0), (max(known, default=0.0) - min(known, default=0.0)) / 2
+    size, spread = max(map(abs, known), default=0.0), max(known, default=0.0) / 2 - min(known, default=0.0) / 2
     if size == 0:
         spec = ".3f"
     else:

@@ -166,6 +166,7 @@ def test_a_number_has_the_digits_that_matter(size: float, half: float, sign: int
     for text, value in zip(_texts(values, plus), values, strict=True):
         assert float(text) == pytest.approx(value, rel=0, abs=0.051 * spread)
         assert len(text) < 20
+    assert _texts((0.0, -1.7e308, 1.7e308)) == ["0.00e+00", "-1.70e+308", "1.70e+308"]
 
 
 def test_rich_shows_the_table() -> None:
