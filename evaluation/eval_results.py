@@ -6,20 +6,22 @@ import csv
 import json
 import math
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import tree_of
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.errors import ConfigError, brief
 from penstock.evaluation import intervals
-from penstock.evaluation.intervals import Interval
+from penstock.evaluation.intervals import Array, Interval
 from penstock.evaluation.proof import PlayedEpisode, Trace, load_trace
 
 if TYPE_CHECKING:
@@ -78,41 +80,48 @@ class EvalResults:
         """The episodes that have no end, because of their environment."""
         return [result for result in self.episodes if result.failed]
 
-    def values(self, policy: str, metric: str, task: str | None = None) -> list[npt.NDArray[np.float64]]:
-        """The values of a metric by task, or of this task alone, in the order of the episodes. Episodes that failed, or
-        do not have the metric, are left out. Raises `ConfigError` for names that are not there."""
-        return [np.array(list(values.values())) for values in self._by_episode(policy, metric, task)]
+    @property
+    def headline(self) -> str:
+        """The metric that the table shows: "success" if every episode that ended has it, else "return"."""
+        return "success" if self._figures.n_have.get("success") == self._figures.ended.sum() else "return"
 
-    def _by_episode(self, policy: str, metric: str, task: str | None) -> list[dict[int, float]]:
-        """The values of a metric by task and episode."""
-        if policy not in self.policies:
-            raise ConfigError(f"there is no policy {policy!r}: the policies are {brief(self.policies)}")
-        if task is not None and task not in self.tasks:
-            raise ConfigError(f"there is no task {task!r}: the tasks are {brief(self.tasks)}")
-        if metric not in (known := self._metrics()):
-            raise ConfigError(f"there is no metric {metric!r}: the metrics are {brief(list(known))}")
-        by_task: dict[str, dict[int, float]] = {name: {} for name in (self.tasks if task is None else [task])}
-        for result in self.episodes:
-            if result.policy == policy and result.task in by_task and metric in result.metrics:
-                by_task[result.task][result.episode] = float(result.metrics[metric])
-        return list(by_task.values())
+    @cached_property
+    def _figures(self) -> _Figures:
+        return _Figures(self)
+
+    def values(self, policy: str, metric: str, task: str | None = None) -> list[Array]:
+        """The values of a metric by task, or of this task alone, in the order of the episodes. Episodes that failed are
+        left out. One that ended without the metric is NaN. Raises `ConfigError` for names that are not there."""
+        values, ended = self._chosen(policy, metric, task)
+        return [row[mask] for row, mask in zip(values, ended, strict=True)]
+
+    def _chosen(self, policy: str, metric: str, task: str | None) -> tuple[Array, Array]:
+        """The values of a metric `[task, episode]`, and which episodes have ended."""
+        for what, name, plural, known in (
+            ("policy", policy, "policies", self.policies),
+            ("task", task, "tasks", self.tasks),
+            ("metric", metric, "metrics", list(self._figures.metrics)),
+        ):
+            if name is not None and name not in known:
+                raise ConfigError(f"there is no {what} {name!r}: the {plural} are {brief(known)}")
+        place = self._figures.place(policy, task)
+        return self._figures.metrics[metric][place], self._figures.ended[place]
 
     def mean(self, policy: str, metric: str, task: str | None = None) -> Interval:
-        """The mean of a metric over all tasks, or one: estimate, lower and upper end. Where the metric is True or
-        False, this is the share, with Wilson's interval; else Student's. NaN in one episode makes it NaN."""
-        return self._interval(intervals.share, metric, self.values(policy, metric, task))
+        """The mean of a metric in one task, or the mean of the tasks' means: estimate, lower and upper end. Where the
+        metric is True or False, this is the share, with Wilson's interval; else Student's. It is NaN if the metric is
+        NaN in one episode, or if one that ended does not have it."""
+        of = intervals.share if self._is_share(metric) else intervals.mean
+        return of(self.values(policy, metric, task))
 
     def difference(self, a: str, b: str, metric: str, task: str | None = None) -> Interval:
-        """How much larger a metric is for the policy `a` than for `b`, in pairs: over the episodes that both have."""
-        pairs = zip(self._by_episode(a, metric, task), self._by_episode(b, metric, task), strict=True)
-        differences = [np.array([x[k] - y[k] for k in x if k in y]) for x, y in pairs]
-        return self._interval(intervals.paired_share, metric, differences)
-
-    def _interval(
-        self, of_shares: Callable[..., Interval], metric: str, by_task: Sequence[npt.NDArray[np.float64]]
-    ) -> Interval:
-        strata = [values for values in by_task if len(values)]
-        return (of_shares if self._is_share(metric) else intervals.mean)(strata or [np.zeros(0)])
+        """How much larger a metric is for the policy `a` than for `b`, in pairs: over the episodes that ended for both.
+        It is NaN where `mean` is."""
+        (x, x_ended), (y, y_ended) = (self._chosen(policy, metric, task) for policy in (a, b))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            differences = x - y
+        of = intervals.paired_share if self._is_share(metric) else intervals.mean
+        return of([row[mask] for row, mask in zip(differences, x_ended & y_ended, strict=True)])
 
     def bounds(
         self,
@@ -124,16 +133,15 @@ class EvalResults:
         most: float | None = None,
     ) -> tuple[float, float]:
         """The mean if each failed episode had the `least` value of the metric, and if each had the `most`. They are 0
-        and 1 for a share, and otherwise by default the extremes of the other episodes."""
-        known = np.concatenate(self.values(policy, metric, task))
-        n_failed = sum(r.policy == policy and task in (None, r.task) for r in self.failed)
-        if self._is_share(metric):
-            least, most = 0.0 if least is None else least, 1.0 if most is None else most
-        if not len(known) and (least is None or most is None):
-            return math.nan, math.nan
-        ends = (known.min() if least is None else least, known.max() if most is None else most)
-        low, high = (float((known.sum() + n_failed * end) / (len(known) + n_failed)) for end in ends)
-        return low, high
+        and 1 for a share, and otherwise by default the extremes of the other episodes. Tasks weigh as in `mean`."""
+        strata, n_failed = self.values(policy, metric, task), self._figures.failed[self._figures.place(policy, task)]
+        known = np.concatenate([*strata, [math.nan] * (not any(map(len, strata)))])
+        extremes = (0.0, 1.0) if self._is_share(metric) else (float(known.min()), float(known.max()))
+        low, high = (extreme if end is None else end for end, extreme in zip((least, most), extremes, strict=True))
+        parts = [(values, n) for values, n in zip(strata, n_failed.sum(-1).tolist(), strict=True) if len(values) + n]
+        parts = parts or [(known, 0)]  # NaN, where there is no episode
+        lower, upper = (np.mean([np.append(values, [end] * n).mean() for values, n in parts]) for end in (low, high))
+        return float(lower), float(upper)
 
     def metrics(self) -> dict[str, float]:
         """All means and their intervals in one flat dict, for a logger: `policy/task/metric`, with `_lower` and
@@ -144,40 +152,103 @@ class EvalResults:
             for task in [None, *self.tasks] if len(self.tasks) > 1 else [None]:
                 parts = [policy] * (len(self.policies) > 1) + [task] * (task is not None)
                 prefix = "".join(f"{part}/" for part in parts)
-                for metric in self._metrics():
+                for metric in self._figures.metrics:
                     ends = zip(("", "_lower", "_upper"), self.mean(policy, metric, task), strict=True)
                     row |= {f"{prefix}{metric}{end}": value for end, value in ends}
-                chosen = [r for r in self.episodes if r.policy == policy and task in (None, r.task)]
-                row[f"{prefix}n_failed"] = sum(bool(result.failed) for result in chosen)
-                row[f"{prefix}n_episodes"] = len(chosen)
+                place = self._figures.place(policy, task)
+                n_failed, n_ended = (int(which[place].sum()) for which in (self._figures.failed, self._figures.ended))
+                row |= {f"{prefix}n_failed": n_failed, f"{prefix}n_episodes": n_failed + n_ended}
         return row
 
-    def _metrics(self) -> dict[str, Any]:
-        """The names of all metrics, with an example of each."""
-        return {name: value for result in self.episodes for name, value in result.metrics.items()}
-
     def _is_share(self, metric: str) -> bool:
-        return all(isinstance(r.metrics[metric], bool) for r in self.episodes if metric in r.metrics)
+        return metric not in self._figures.numbers
+
+    # ---- tables and pictures -------------------------------------------------------------------
 
     def __str__(self) -> str:
-        metric = "success" if "success" in self._metrics() else "return"
-        lines = [f"{metric:16}" + "".join(f"{policy:>28}" for policy in self.policies)]
-        if metric in self._metrics():
+        rows, notes = self._rows()
+        widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            (name, *cells), (first, *others) = row, widths
+            padded = [" " * (width - _width(cell)) + cell for cell, width in zip(cells, others, strict=True)]
+            lines.append("  ".join([name + " " * (first - _width(name)), *padded]).rstrip())
+        return "\n".join([*lines, *notes])
+
+    def __rich__(self) -> Any:
+        """The table, for `rich.print`."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        (header, *rows), notes = self._rows()
+        table = Table()
+        for i, name in enumerate(header):
+            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return Group(table, *map(Text, notes))
+
+    def _rows(self) -> tuple[list[list[str]], list[str]]:
+        """The cells of the table, and the lines below it."""
+        metric, first = self.headline, self.policies[0]
+        rows, notes = [[metric, *self.policies]], []
+        n, n_failed, n_ended = len(self.episodes), len(self.failed), int(self._figures.ended.sum())
+        counts = f"{n} episode{'s' * (n != 1)}; {n_failed} of them failed, and are not in the means"
+        if n_ended:
             for task in [*self.tasks, None] if len(self.tasks) > 1 else self.tasks:
-                cells = ["{:.3f} [{:.3f}, {:.3f}]".format(*self.mean(policy, metric, task)) for policy in self.policies]
-                lines.append(f"{'all' if task is None else task:16}" + "".join(f"{cell:>28}" for cell in cells))
-            first = self.policies[0]
+                cells = [_cell(self.mean(policy, metric, task)) for policy in self.policies]
+                rows.append(["all" if task is None else task, *cells])
             for other in self.policies[1:]:
-                text = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*self.difference(other, first, metric))
-                lines.append(f"{other} - {first}: {text}, in pairs of the same episodes")
-        n = len(self.episodes)
-        counts = f"{n} episode{'s' * (n != 1)}; {len(self.failed)} of them failed, and are not in the means"
-        if self.failed:
-            ends = ", ".join("{} {:.3f} to {:.3f}".format(p, *self.bounds(p, metric)) for p in self.policies)
-            counts += f" (with them: {ends})" if metric in self._metrics() else ""
+                text = _cell(self.difference(other, first, metric), "+")
+                notes.append(f"{other} - {first}: {text}, in pairs of the same episodes")
+            if n_failed:
+                ends = [f"{policy} {' to '.join(_texts(self.bounds(policy, metric)))}" for policy in self.policies]
+                counts += f" (with them: {', '.join(ends)})"
+        if 0 < (n_have := self._figures.n_have.get("success", 0)) < n_ended:
+            notes.append(f"success: {n_have} of {n_ended} episodes have it, so it has no mean")
         if self.n_missing:
             counts += f"; {self.n_missing} are still to be played, the longest among them: do not trust these means"
-        return "\n".join([*lines, counts])
+        return [[_one_line(cell) for cell in row] for row in rows], [_one_line(note) for note in (*notes, counts)]
+
+    def plot(self, metric: str | None = None) -> Any:
+        """A figure of matplotlib: the means of the policies by task with their intervals and, if there are several
+        policies, their paired differences from the first. The metric is the headline, if none is given.
+
+        `results.plot().savefig("eval.png")` writes it. Raises `ConfigError` if matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigError("plot needs matplotlib: pip install matplotlib") from error
+        metric, names = metric or self.headline, [_one_line(name) for name in self.policies]
+        tasks = [*self.tasks, None] if len(self.tasks) > 1 else self.tasks
+        panels = {metric: [[self.mean(policy, metric, task) for task in tasks] for policy in self.policies]}
+        if len(names) > 1:
+            first, *others = self.policies
+            pairs = [[self.difference(other, first, metric, task) for task in tasks] for other in others]
+            panels[f"{metric}, minus that of {names[0]}"] = [[], *pairs]
+        size = 5.0 + 4.0 * len(panels), 1.5 + len(tasks) * (0.15 + 0.15 * len(names))
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        dots = []
+        for panel, (title, rows) in zip(axes, panels.items(), strict=True):
+            for i, row in enumerate(rows):
+                if row:
+                    estimates, *ends = np.array(row).T
+                    y = np.arange(len(tasks)) + 0.7 * ((i + 0.5) / len(names) - 0.5)
+                    panel.plot(ends, [y, y], color=f"C{i}")
+                    dots += panel.plot(estimates, y, "o", color=f"C{i}")
+            panel.set_xlabel(title, parse_math=False)
+        labels = ["all" if task is None else _one_line(task) for task in tasks]
+        axes[0].set_yticks(range(len(tasks)), labels, parse_math=False)
+        axes[0].set_ylim(len(tasks) - 0.5, -0.5)
+        if len(names) > 1:
+            axes[1].axvline(0, color="grey", linewidth=1)
+            legend = figure.legend(dots[: len(names)], [""] * len(names), loc="outside upper center", ncols=4)
+            for text, name in zip(legend.get_texts(), names, strict=True):  # given at once, "_name" is left out
+                text.set(text=name, parse_math=False)
+        return figure
 
     # ---- episodes and files ------------------------------------------------------------------
 
@@ -214,10 +285,13 @@ class EvalResults:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all results into a file, `.json` or `.csv`: a list of episodes, or a row for each."""
+        """Write all results into a file, `.json` or `.csv`: a list of episodes, or a row for each.
+        What is no finite number is null in JSON."""
         rows = [result.as_dict() for result in self.episodes]
         if Path(path).suffix == ".json":
-            Path(path).write_text(json.dumps(rows, indent=1))
+            for row in rows:  # JSON has no NaN and no infinity
+                row["metrics"] = {k: v if math.isfinite(v) else None for k, v in row["metrics"].items()}
+            Path(path).write_text(json.dumps(rows, indent=1, allow_nan=False))
         elif Path(path).suffix == ".csv":
             flat = []
             for row in rows:
@@ -246,3 +320,61 @@ class EvalResults:
         from penstock.evaluation.episode_files import load_folders
 
         return load_folders(folders, env_fn, tasks, options)
+
+
+class _Figures:
+    """All metrics as arrays `[policy, task, episode]`."""
+
+    def __init__(self, results: EvalResults) -> None:
+        axes: Any = results.policies, results.tasks, sorted({result.episode for result in results.episodes})
+        self._places: Any = [{name: i for i, name in enumerate(names)} for names in axes]
+        shape = tuple(map(len, axes))
+        self.ended, self.failed = np.zeros(shape, bool), np.zeros(shape, bool)
+        self.metrics: dict[str, Array] = {}  #: NaN where an episode has none
+        self.numbers: set[str] = set()  #: the metrics that are not True or False in every episode
+        self.n_have: Counter[str] = Counter()  #: how many episodes have a metric
+        for result in results.episodes:
+            places = zip(self._places, (result.policy, result.task, result.episode), strict=True)
+            place = tuple(index[name] for index, name in places)
+            (self.failed if result.failed else self.ended)[place] = True
+            for name, value in result.metrics.items():
+                if name not in self.metrics:
+                    self.metrics[name] = np.full(shape, math.nan)
+                self.metrics[name][place] = value
+                if not isinstance(value, bool):
+                    self.numbers.add(name)
+            self.n_have.update(result.metrics.keys())
+
+    def place(self, policy: str, task: str | None) -> tuple[int, slice]:
+        """The index of a policy, and those of all tasks, or of this one."""
+        first = None if task is None else self._places[1][task]
+        return self._places[0][policy], slice(first, None if first is None else first + 1)
+
+
+def _cell(interval: Interval, sign: str = "") -> str:
+    return "{} [{}, {}]".format(*_texts(interval, sign))
+
+
+def _texts(values: Sequence[float], sign: str = "") -> list[str]:
+    """Numbers with so many digits that their differences can be seen: at least three decimals, or an exponent."""
+    known = [value for value in values if math.isfinite(value)]
+    size, spread = max(map(abs, known), default=0.0), max(known, default=0.0) / 2 - min(known, default=0.0) / 2
+    if size == 0:
+        spec = ".3f"
+    else:
+        digits, last = (math.floor(math.log10(x)) for x in (size, spread if spread > 1e-6 * size else size))
+        spec = f".{max(3, 1 - last)}f" if 1e-3 <= size < 1e9 else f".{max(2, digits - last + 1)}e"
+    return [f"{value:{sign}{spec}}" for value in values]
+
+
+def _one_line(text: str) -> str:
+    """`text` without line breaks and other characters that have no width."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _width(text: str) -> int:
+    """The columns of a terminal that a text takes: East Asian characters take two, and combining ones none."""
+    return sum(
+        0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "FW")
+        for character in text
+    )
