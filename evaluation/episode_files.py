@@ -85,6 +85,7 @@ def opened(
     about = {
         "seed": plan.seed,
         "success": plan.success,
+        "success_at": plan.success_at,
         "until_success": plan.until_success,
         "max_steps": plan.max_steps,
         "mask_key": plan.mask_key,
@@ -145,7 +146,7 @@ def load_folders(
         by_task = tasks_of(tasks)
         if list(by_task) != names:
             raise ConfigError(f"tasks must be {brief(names)}, as in the evaluation, got {brief(list(by_task))}")
-        kept = ("seed", "success", "until_success", "max_steps", "mask_key")
+        kept = ("seed", "success", "success_at", "until_success", "max_steps", "mask_key")
         results._plan = EvaluationPlan.of(
             env_fn,
             by_task,
@@ -210,7 +211,8 @@ def _read_about(path: Path) -> dict[str, Any] | None:
 
 def _require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless two evaluations play the same episodes, with the same policies of the same name."""
-    for key in ("seed", "tasks", "environment", "env_fn", "success", "until_success", "max_steps", "mask_key"):
+    keys = "seed", "tasks", "environment", "env_fn", "success", "success_at", "until_success", "max_steps", "mask_key"
+    for key in keys:
         if known[key] != about[key]:
             raise ConfigError(
                 f"{path} has another evaluation. Its {key}: {brief(known[key])}; of this one: {brief(about[key])}. "
