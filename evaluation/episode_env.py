@@ -178,7 +178,9 @@ class EpisodeEnv(gym.Env[Any, Any]):
         """What there is to say of an episode that has ended with this step; None if it goes on."""
         plan, n = self._plan, len(self._rewards)
         is_over = terminated or truncated
-        success = self._success_so_far(info) if is_over or self._reads_each or n == plan.max_steps else None
+        if not (is_over or self._reads_each or n == plan.max_steps):
+            return None
+        success = self._success_so_far(info)
         is_over = is_over or (plan.until_success and success is True)
         if not is_over and n != plan.max_steps:
             return None
