@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -197,12 +198,13 @@ def env_factories(
             f"{prefix}env_fn must be a callable, an environment id or a list of callables, got {_describe(env_fn)}: "
             "pass the function that builds the environment, for example functools.partial(gym.make, 'CartPole-v1')"
         )
-    if env_kwargs is None or isinstance(env_kwargs, Mapping):
-        kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs
-    elif isinstance(env_kwargs, Sequence) and all(isinstance(entry, Mapping) for entry in env_kwargs):
+    if env_kwargs is None or are_arguments(env_kwargs):
+        kwargs: list[Mapping[str, Any]] = [dict(env_kwargs or {})] * n_envs  # type: ignore[arg-type]
+    elif isinstance(env_kwargs, Sequence) and all(map(are_arguments, env_kwargs)):
         kwargs = [dict(entry) for entry in env_kwargs]
     else:
-        raise ConfigError(f"{prefix}env_kwargs must be a dict or a list of dicts, got {_describe(env_kwargs)}")
+        text = f"{prefix}env_kwargs must be a dict of arguments by name, or a list of such dicts"
+        raise ConfigError(f"{text}, got {_describe(env_kwargs)}")
     for name, n_given, kind in (("env_fn", len(fns), "callables"), ("env_kwargs", len(kwargs), "dicts")):
         if n_given != n_envs:
             raise ConfigError(f"{prefix}{name} is a list of {n_given} {kind} for {n_envs} environments: give {n_envs}")
@@ -211,15 +213,26 @@ def env_factories(
     return tuple(EnvFactory(fn, kw, has_context=has_context[id(fn)]) for fn, kw in zip(fns, kwargs, strict=True))
 
 
+def are_arguments(value: object) -> bool:
+    """Whether these are arguments by name."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
 def _of_id(env_id: str, prefix: str) -> Callable[..., Any]:
+    module, _, name = env_id.rpartition(":")
+    is_unknown = f"{prefix}env_fn={env_id!r} is not a registered environment id"
+    try:
+        if module:  # which registers the environment, as in `gym.make`
+            importlib.import_module(module)
+    except Exception as error:  # of the user's code, or since there is no such module
+        raise ConfigError(f"{is_unknown}: the import of {module} raised {in_one_line(error)}") from error
     try:
         # With the spec, not the id: the workers do not know environments that the user's script registers.
-        return partial(gym.make, gym.spec(env_id))
+        return partial(gym.make, gym.spec(name))
     except gym.error.Error as error:
-        if (make := registered(env_id)) is not None:
+        if (make := registered(name)) is not None:
             return make
-        text = f"{prefix}env_fn={env_id!r} is not a registered environment id: {error}{_atari_hint(error)}"
-        raise ConfigError(text) from error
+        raise ConfigError(f"{is_unknown}: {error}{_atari_hint(error)}") from error
 
 
 def _atari_hint(error: Exception) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -21,26 +24,33 @@ from penstock.evaluation.eval_results import EvalResults
 from penstock.evaluation.evaluating import evaluate
 from penstock.evaluation.policies import Policy, as_policies
 from penstock.vector.vector_pool import WaitTimeoutError
+from penstock.workers.affinity import thread_numbers, use_thread_numbers
 from penstock.workers.failures import describe_exit
-from penstock.workers.launcher import start_beside
+from penstock.workers.launcher import resume_supervisors, start_beside
 from penstock.workers.supervisor import SupervisedProcess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _REAP_SECONDS = 5.0  # until a killed process has ended
+_LEAVE_SECONDS = 5.0  # until one that has written its results has ended: threads of the policy may never end
+
+_unkept: list[SupervisedProcess] = []  # evaluations with a folder, to which nothing refers any more
 
 
 class RunningEvaluation:
-    """An evaluation that runs in another process. It ends with this one, with `cancel`, at the end of a `with` block,
-    and when nothing refers to this object any more."""
+    """An evaluation that runs in another process. It ends with this one, with `cancel`, and at the end of a `with`
+    block. When nothing refers to this object any more, it goes on if it has a folder, and else ends."""
 
-    def __init__(self, code: bytes) -> None:
-        self._file = anonymous_file("penstock-evaluation")
-        self._process = start_beside("the evaluation", _run, code, self._file)
-        self._end = weakref.finalize(self, _end, self._process, self._file)
-        self._results: EvalResults | None = None
-        self._error: BaseException | None = None
+    def __init__(self, code: bytes, *, has_folder: bool) -> None:
+        _unkept[:] = [process for process in _unkept if process.join(0) is None]  # dropping one closes it
+        self._file, self._owner = anonymous_file("penstock-evaluation"), os.getpid()
+        self._process = start_beside("the evaluation", _run, code, self._file, thread_numbers())
+        self._dropped = weakref.finalize(self, _drop, self._process, self._file, self._owner, has_folder)
+        self._dropped.atexit = False  # the supervisor ends it then
+        self._lock = threading.RLock()  # of the thread that waits for the process: others wait for the lock
+        self._outcome: EvalResults | BaseException | None = None
+        self._is_cancelled = False
 
     @property
     def pid(self) -> int:
@@ -50,47 +60,76 @@ class RunningEvaluation:
     @property
     def is_done(self) -> bool:
         """Whether it has ended, so that `wait` returns at once."""
-        return self._results is not None or self._process.join(0) is not None
+        if self._outcome is None and self._lock.acquire(blocking=False):
+            try:
+                return self._outcome is not None or self._process.join(0) is not None
+            finally:
+                self._lock.release()
+        return self._outcome is not None
 
     def wait(self, timeout: float | None = None) -> EvalResults:
-        """Wait for the results. Warnings of the evaluation are given here again.
+        """Wait for the results. Any thread may. Warnings of the evaluation are given here again, once.
 
-        Raises what `evaluate` has raised there; `WorkerDiedError` if the process was killed; `WaitTimeoutError`, also a
-        `TimeoutError`, after `timeout` seconds: then it continues; and `SamplerStateError` after `cancel`.
+        Raises what `evaluate` has raised there; `WorkerError` if that is no `Exception`, as `SystemExit`, or cannot be
+        pickled; `WorkerDiedError` if the process was killed; `WaitTimeoutError`, also a `TimeoutError`, after `timeout`
+        seconds: then it continues; and `SamplerStateError` after `cancel`.
         """
-        if self._results is not None:
-            return self._results
-        if self._error is not None:
-            raise self._error
-        if not self._end.alive:
-            raise SamplerStateError("the evaluation was cancelled: start another one")
-        left = None if timeout is None else seconds("timeout", timeout, zero=True)
-        if (exitcode := self._process.join(left)) is None:
-            raise WaitTimeoutError(f"the evaluation has not ended within timeout={timeout:g} s: it continues")
+        left = -1.0 if timeout is None else min(seconds("timeout", timeout, zero=True), threading.TIMEOUT_MAX)
+        until, messages = time.monotonic() + left, list[str]()
+        late = WaitTimeoutError(f"the evaluation has not ended within timeout={timeout} s: it continues")
+        if not self._lock.acquire(timeout=left):
+            raise late
+        try:
+            if self._outcome is None:
+                exitcode = self._process.join(None if timeout is None else max(0.0, until - time.monotonic()))
+                if exitcode is None:
+                    raise late
+                messages = self._finish(exitcode)
+        finally:
+            self._lock.release()
+        for message in messages:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+    def _finish(self, exitcode: int | None) -> list[str]:
+        """Read what the process has written, and release it. Returns its warnings."""
+        messages: list[str] = []
         with open(self._file.fileno(), "rb", closefd=False) as file:
             file.seek(0)
             content = file.read()
-        self._end()
-        if not content:
-            how = describe_exit(exitcode)
-            self._error = WorkerDiedError(f"the process of the evaluation has ended without results: it {how}")
-            raise self._error
-        report, results, messages = pickle.loads(content)
-        for message in messages:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        if report is not None:
-            found = load_exception(*report)
-            self._error = found.as_cause()
-            if found.exception is None:
-                self._error = WorkerError(found.headline)
-                self._error.__cause__ = found.as_cause()
-            raise self._error
-        self._results = results
-        return results  # type: ignore[no-any-return]
+        self._dropped.detach()
+        _end(self._process, self._file)
+        if self._is_cancelled:
+            self._outcome = SamplerStateError("the evaluation was cancelled: start another one")
+        elif not content:
+            how = "does not end" if exitcode is None else describe_exit(exitcode)
+            self._outcome = WorkerDiedError(f"the process of the evaluation has ended without results: it {how}")
+        else:
+            report, self._outcome, messages = pickle.loads(content)
+            if report is not None:
+                found = load_exception(*report)
+                self._outcome = found.as_cause()
+                if not isinstance(found.exception, Exception):  # such as SystemExit, which would end this process
+                    self._outcome = WorkerError(f"the evaluation has raised {found.headline}")
+                    self._outcome.__cause__ = found.as_cause()
+        return messages
 
     def cancel(self) -> None:
         """End it, with its workers. Episodes that have ended stay in its `folder`. It may be called twice."""
-        self._end()
+        if self._outcome is not None or os.getpid() != self._owner:
+            return
+        self._is_cancelled = True
+        self._process.kill()
+        resume_supervisors()  # one that is stopped does not say that the process has ended
+        if self._lock.acquire(timeout=_REAP_SECONDS):  # else the thread that waits for the process releases it
+            try:
+                if self._outcome is None:
+                    self._finish(self._process.join(_REAP_SECONDS))
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +155,7 @@ def start_evaluation(policies: Policy | Mapping[str, Policy], env_fn: EnvFn, **a
     except Exception as error:  # pickling runs the user's code, which may raise anything
         what = "an argument of start_evaluation cannot be pickled for its process"
         raise not_picklable(what, call, error) from error
-    return RunningEvaluation(code)
+    return RunningEvaluation(code, has_folder=arguments.get("folder") is not None)
 
 
 def _copied(policy: Any) -> Any:
@@ -125,19 +164,44 @@ def _copied(policy: Any) -> Any:
     return policy.runtime.worker_copy() if is_agent else policy
 
 
-def _run(code: bytes, results_file: InheritedFd) -> int:
+def _run(code: bytes, results_file: InheritedFd, threads: Mapping[str, int]) -> int:
     """The function of the process. It writes what has come out into the file."""
-    report = results = None
+    me, report, results = os.getpid(), None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
-            results = pickle.loads(code)()
-        except Exception as error:
+            call = pickle.loads(code)
+            use_thread_numbers(threads)  # of what this has imported too
+            results = call()
+        except BaseException as error:  # SystemExit too
             report = dump_exception_by_value(error)
+    if os.getpid() != me:  # a policy has forked, and returned in both processes
+        os._exit(0)
     messages = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
     with open(results_file.fd, "wb", closefd=False) as file:
         file.write(pickling.dumps((report, results, messages)))
+    leave = threading.Timer(_LEAVE_SECONDS, os._exit, (0,))
+    leave.daemon = True
+    leave.start()
     return 0
+
+
+def _drop(process: SupervisedProcess, file: InheritedFd, owner: int, has_folder: bool) -> None:
+    """Nothing refers to the `RunningEvaluation` any more."""
+    runs = os.getpid() == owner and process.join(0) is None
+    if runs and has_folder:
+        file.close()
+        _unkept.append(process)
+        return
+    if os.getpid() == owner:
+        _end(process, file)
+    if runs:
+        warnings.warn(
+            "an evaluation was ended, since nothing referred to it any more: keep what start_evaluation returns, or "
+            "give it a folder",
+            ResourceWarning,
+            stacklevel=2,
+        )
 
 
 def _end(process: SupervisedProcess, file: InheritedFd) -> None:

@@ -63,6 +63,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
     ) -> None:
         self.observation_space, self.action_space = plan.spaces[0], action_space
         self._plan, self._policies, self._rank, self._wants_infos = plan, policies, context.worker_rank, wants_infos
+        self._reads_each = plan.until_success or plan.success_at == "any"  # the info of each step for the success
         self._proofs = proofs
         self._proof: Iterator[Any] | None = None  # the stored actions of an episode that is a proof
         self._most_steps = NO_JOB  # of such an episode
@@ -76,6 +77,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._begun: tuple[str, Any] | None = None
         self._marks = ObservationMarks(plan.spaces[0])
         self._rewards: list[float] = []
+        self._success: bool | None = None  # of the steps so far, if any may say it
         self._chunks: list[Any] = []  # of actions, since the episode began
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -117,7 +119,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._pending.extend(actions if self._proof is None else islice(self._proof, len(actions)))
 
     def _begin(self, job: Job, proof: Trace | None) -> None:
-        self._rewards, self._chunks, self._job, self._begun = [], [], job, None
+        self._rewards, self._chunks, self._job, self._begun, self._success = [], [], job, None, None
         self._pending.clear()
         self._marks.clear()
         self._proof, self._most_steps = None, NO_JOB
@@ -193,21 +195,33 @@ class EpisodeEnv(gym.Env[Any, Any]):
 
     def _facts(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> dict[str, Any] | None:
         """What there is to say of an episode that has ended with this step; None if it goes on."""
-        plan, n, success, key = self._plan, len(self._rewards), False, self._plan.success
-        if plan.until_success and key is not None and key in info:  # this entry alone: an info may be large
-            success = is_true(plain({key: info[key]}).get(key, False))
-        is_over = terminated or truncated or success or n == plan.max_steps
-        if not (is_over or n == self._most_steps):
+        plan, n = self._plan, len(self._rewards)
+        is_over, is_last = terminated or truncated, n in (plan.max_steps, self._most_steps)
+        if not (is_over or is_last or self._reads_each):
+            return None
+        success = self._success_so_far(info)
+        is_over = is_over or (plan.until_success and success is True)
+        if not (is_over or is_last):
             return None
         parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)
         return {
             "length": n,
             "terminated": terminated,
-            "truncated": truncated or (is_over and not (terminated or success)),
+            "truncated": truncated or (n == plan.max_steps and not is_over),
+            "success": success,
             "return": sum(self._rewards),
             "info": plain(info),
             "trace": Trace([np.concatenate(part)[:n] for part in parts], np.array(self._rewards), *self._marks.take()),
         }
+
+    def _success_so_far(self, info: Mapping[str, Any]) -> bool | None:
+        """Whether the step with this info, or any so far, was a success; None if no such info says it."""
+        key = self._plan.success
+        says = [] if key is None or key not in info else list(plain({key: info[key]}).values())  # an info may be large
+        success = is_true(says[0]) if says else None
+        if self._plan.success_at == "any":
+            success = self._success = self._success if success is None or self._success else success
+        return success
 
     def close(self) -> None:
         """Close the environment that plays."""

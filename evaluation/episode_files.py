@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from fasteners import InterProcessLock
 
-from penstock.arguments import kind_of
 from penstock.envs.factory import descriptions
 from penstock.errors import ConfigError, brief
 from penstock.evaluation.digests import digest
@@ -31,9 +30,8 @@ from penstock.evaluation.jobs import EvaluationPlan, seed_of, tasks_of
 
 _ABOUT, _LINES, _LOCK = "evaluation.json", "episodes.jsonl", "lock"
 _FORMAT = 2  # of the files; a folder of another format is refused
-_OF_EPISODES = ("seed", "success", "until_success", "max_steps", "mask_key")  # what a plan has too
+_OF_EPISODES = ("seed", "success", "success_at", "until_success", "max_steps", "mask_key")  # what a plan has too
 _Key = tuple[str, str, int]  # policy, task, episode
-_PATH = kind_of("the path of a folder", str, os.PathLike)
 _held: set[Path] = set()  # the folders in use by this process, which its own locks do not keep out
 
 
@@ -119,7 +117,7 @@ def opened(
     if folder is None:
         yield None
         return
-    if not os.fspath(_PATH("folder", folder)):
+    if not os.fspath(folder):
         raise ConfigError("folder must be the path of a folder, got an empty text")
     path = Path(folder).absolute()  # it stays the same folder when the program goes to another one
     try:
@@ -244,6 +242,7 @@ _KINDS: dict[str, Any] = {
     "wanted": dict,
     "unproven": list,
     "python": str,
+    "success_at": str,
     "until_success": bool,
     **dict.fromkeys(("success", "max_steps", "mask_key"), (str, int, type(None))),
 }

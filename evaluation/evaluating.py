@@ -15,7 +15,7 @@ import gymnasium as gym
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key
-from penstock.arguments import integer, one_of, seconds, true_or_false
+from penstock.arguments import integer, kind_of, one_of, optional, seconds, true_or_false
 from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.envs import EnvFn
@@ -26,7 +26,7 @@ from penstock.evaluation.episode_files import ResultFolder, opened
 from penstock.evaluation.eval_results import EpisodeResult, EvalResults
 from penstock.evaluation.evaluation_loop import EvaluationLoop, job_space
 from penstock.evaluation.jobs import EvaluationPlan, tasks_of
-from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
+from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot, training_modes
 from penstock.evaluation.proof import TOLERANCE, Trace, differs
 from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
@@ -46,6 +46,7 @@ def evaluate(
     episodes: int | range = 200,
     seed: int = 0,
     success: str | None = None,
+    success_at: Literal["last", "any"] = "last",
     until_success: bool = False,
     max_steps: int | None = None,
     n_workers: int | None = None,
@@ -81,7 +82,9 @@ def evaluate(
         options: `options(task, k)` returns the options of the reset that begins episode k. It is called once for each,
             before the first episode.
         episodes: how many episodes of each task, or their numbers as a range.
-        success: the key of the info, of an episode's last step, that says whether it was a success.
+        success: the key of the info that says whether an episode was a success.
+        success_at: "last": the info of the episode's last step says it. "any": it was a success if the info of any step
+            says so; the episode goes on, and its return is not cut.
         until_success: end an episode with the first step that is a success.
         max_steps: end an episode, as truncated, after so many steps.
         n_workers: worker processes. By default as many as CPUs may be used.
@@ -109,9 +112,14 @@ def evaluate(
     named, by_task, numbers = as_policies(policies), tasks_of(tasks), _numbers(episodes)
     if not (options is None or callable(options)):
         raise ConfigError(f"options must be a function of the task and the number of an episode, got {brief(options)}")
-    if until_success and success is None:
-        raise ConfigError("until_success needs success: the key of the info that says whether a step was a success")
+    optional(kind_of("a key of the info, a text", str))("success", success)
+    optional(kind_of("the path of a folder", str, os.PathLike))("folder", folder)
+    batched, until_success = true_or_false("batched", batched), true_or_false("until_success", until_success)
     true_or_false("trust_folder", trust_folder)
+    is_any = one_of("success_at", success_at, ("last", "any")) == "any"
+    if (until_success or is_any) and success is None:
+        name = "until_success" if until_success else 'success_at="any"'
+        raise ConfigError(f"{name} needs success: the key of the info that says whether a step was a success")
     in_workers = one_of("act_in", act_in, ("caller", "workers")) == "workers"
     attempts = integer("attempts", attempts, 1)
     plan = EvaluationPlan.of(
@@ -124,9 +132,12 @@ def evaluate(
         policies=tuple(named),
         seed=integer("seed", seed, 0),
         success=success,
-        until_success=true_or_false("until_success", until_success),
+        success_at=success_at,
+        until_success=until_success,
         max_steps=None if max_steps is None else integer("max_steps", max_steps, 1),
     )
+    for message in training_modes(named):
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     snapshots = {n: snapshot(policy, plan.spaces, plan.seed, for_workers=in_workers) for n, policy in named.items()}
     with opened(folder, plan, named, trusted=trust_folder) as files:
         so_far = _ResultsSoFar(plan, files, progress=true_or_false("progress", progress))
@@ -136,7 +147,7 @@ def evaluate(
             snapshots,
             sizes=partial(_sizes, n_workers, batch_B),
             in_workers=in_workers,
-            batched=true_or_false("batched", batched),
+            batched=batched,
             of_loop={
                 "attempts": attempts,
                 "min_ready": _share(min_ready),
@@ -377,11 +388,11 @@ def _play(loop: EvaluationLoop, makes: Sequence[Any], attempts: int, **options: 
                     raise
                 # Such as a SIGSEGV: nothing in that memory is trusted, so all is built again.
                 n_rebuilt += 1
-                loop.count_failure(error.env_rank, str(error))
-                loop.put_all_back()
+                if error.env_rank is not None:
+                    loop.end(error.env_rank, failure=str(error))
+                loop.end_all()
             finally:
                 n_restarts += envs.n_restarts
-    loop.require_an_end()
     return n_restarts, n_rebuilt
 
 

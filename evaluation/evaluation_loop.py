@@ -19,7 +19,7 @@ from penstock.buffers.tree import tree_leaves, tree_of
 from penstock.errors import ConfigError, WorkerError
 from penstock.evaluation.episode_env import LONGEST_CHUNK, NO_JOB
 from penstock.evaluation.eval_results import EpisodeResult
-from penstock.evaluation.jobs import EvaluationPlan, is_true
+from penstock.evaluation.jobs import EvaluationPlan
 from penstock.evaluation.policies import Player, concatenated, take_rows
 from penstock.vector import ShmVectorEnv
 from penstock.vector.vector_pool import WaitTimeoutError
@@ -72,7 +72,7 @@ class EvaluationLoop:
         self._columns = [_Column() for _ in range(n_columns)]
         self._n_running = Counter[str]()  # by policy: its episodes that run
         self._n_failures, self._n_attempts = Counter[int](), Counter[int]()  # by episode
-        self._n_ended, self._n_failed, self._last_failure = n_ended, 0, ""
+        self._n_ended, self._n_failed = n_ended, Counter[int]()  # failed: by task
         self._action_space = plan.spaces[1]
         leaves = [part for _, part in tree_leaves(self._action_space)]
         self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for part in leaves]
@@ -86,9 +86,12 @@ class EvaluationLoop:
 
     def _begin_next(self, c: int) -> bool:
         """Let column c begin its next episode with the step that comes, if there is one. It prefers the task that its
-        environment was built for."""
+        environment was built for. Until an episode has ended, it prefers tasks in which none has failed."""
         column = self._columns[c]
-        queue = self._todo.get(column.task) or max(self._todo.values(), key=len)
+        n_failed = Counter[int]() if self._n_ended else self._n_failed
+        queue = self._todo.get(column.task)
+        if not queue or n_failed[column.task]:
+            _, queue = max(self._todo.items(), key=lambda each: (bool(each[1]), -n_failed[each[0]], len(each[1])))
         if not queue:
             return False
         column.number = number = queue.popleft()
@@ -99,64 +102,46 @@ class EvaluationLoop:
         self._n_attempts[number] += 1
         return True
 
-    def _put_back(self, c: int) -> None:
-        """The episode of this column, if one runs, will begin again."""
-        if (number := self._leave(c)) != NO_JOB:
-            self._todo[self._columns[c].task].appendleft(number)
+    def end(self, c: int, *, failure: str = "", facts: Mapping[str, Any] | None = None) -> None:
+        """The episode of this column, if one runs, has ended, with these `facts`. Without them it will begin again,
+        unless it was the last attempt that ended with a `failure` of its own.
 
-    def put_all_back(self) -> None:
-        """All workers have ended: their episodes will begin again."""
-        for c, column in enumerate(self._columns):
-            self._put_back(c)
-            column.task = -1
-        self._waiting.clear()
-
-    def _leave(self, c: int) -> int:
-        """No episode runs in this column any longer. Returns the number of the one that did, or `NO_JOB`."""
+        Raises `WorkerError` if nothing but failures has come so far, in each task.
+        """
         column = self._columns[c]
         number, column.number, column.is_reset = column.number, NO_JOB, False
-        if number != NO_JOB:
-            self._n_running[column.policy] -= 1
-        return number
-
-    def count_failure(self, c: int | None, what: str) -> None:
-        """The episode of this column caused a failure; None: no episode did. After its last attempt it has failed.
-
-        Raises `WorkerError` if nothing but failures has come so far.
-        """
-        if c is None or (number := self._columns[c].number) == NO_JOB:
+        if number == NO_JOB:
             return
-        self._columns[c].is_reset = False
-        self._n_failures[number] += 1
-        if self._n_failures[number] < self._attempts:
+        self._n_running[column.policy] -= 1
+        self._n_failures[number] += bool(failure)
+        if facts is None and self._n_failures[number] < self._attempts:
+            self._todo[column.task].appendleft(number)
             return
-        self._finish(c, failed=what)
-        self._n_failed, self._last_failure = self._n_failed + 1, what
-        if self._n_failed >= _ENOUGH and not self._n_ended and not any(column.is_reset for column in self._columns):
-            raise self._broken(what)
-
-    def require_an_end(self) -> None:
-        """Raise `WorkerError` if all episodes have failed."""
-        if self._n_failed >= _ENOUGH and not self._n_ended:
-            raise self._broken(self._last_failure)
-
-    def _broken(self, what: str) -> WorkerError:
-        self.is_broken = True
-        return WorkerError(f"the environment is broken: the first {self._n_failed} episodes have all failed. {what}")
-
-    def _finish(self, c: int, failed: str = "", facts: Mapping[str, Any] | None = None) -> None:
-        number = self._leave(c)
         plan, job = self._plan, self._plan.job(number)
-        result = EpisodeResult(job.policy, plan.task_names[job.task], job.episode, job.seed, failed=failed)
+        result = EpisodeResult(job.policy, plan.task_names[job.task], job.episode, job.seed, failed=failure)
         result.attempts = self._n_attempts[number]
-        if facts is not None:
+        if facts is None:
+            self._n_failed[job.task] += 1
+        else:
             self._n_ended += 1
             result.length, result.terminated = facts["length"], facts["terminated"]
             result.truncated = facts["truncated"]
-            result.metrics = _metrics(facts, plan.success)
+            result.metrics = _metrics(facts, plan)
             result.trace = facts["trace"]
         self.n_left -= 1
         self._on_result(number, result)
+        n_failed, is_everywhere = self._n_failed.total(), len(self._n_failed) == len(self._todo)
+        acts = self.n_left and (not is_everywhere or any(column.is_reset for column in self._columns))
+        if n_failed >= _ENOUGH and not self._n_ended and not acts:
+            self.is_broken = True
+            raise WorkerError(f"the environment is broken: the first {n_failed} episodes have all failed. {failure}")
+
+    def end_all(self) -> None:
+        """All workers have ended: their episodes will begin again."""
+        for c, column in enumerate(self._columns):
+            self.end(c)
+            column.task = -1
+        self._waiting.clear()
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -175,7 +160,8 @@ class EvaluationLoop:
                 continue
             observation, reward, _, _, infos = received
             for restart in envs.restarts[n_seen:]:
-                self.count_failure(restart.env_rank, restart.what)
+                if restart.env_rank is not None:
+                    self.end(restart.env_rank, failure=restart.what)
             ids, n_seen = infos["env_id"], len(envs.restarts)
             self._n_out -= len(ids)
             acts, sends = self._read(ids, infos)
@@ -202,7 +188,7 @@ class EvaluationLoop:
         for row, c in enumerate(ids.tolist()):
             acts[row] = False
             if lost is not None and lost[row]:
-                self._put_back(c)
+                self.end(c)
                 self._resetting.add(c)
                 continue
             kind, value = (notes[row] if notes is not None else None) or ("", None)
@@ -241,10 +227,9 @@ class EvaluationLoop:
         column = self._columns[c]
         player = None if self._players is None else self._players[column.policy]
         if kind == "ended":
-            self._finish(c, facts=value)
+            self.end(c, facts=value)
         elif kind == "raised":
-            self.count_failure(c, value)
-            self._put_back(c)
+            self.end(c, failure=value)
         elif kind == "policy raised":
             report = load_exception(*value)
             if report.exception is None:
@@ -307,20 +292,24 @@ def _rows(space: gym.Space[Any], batch: Any, rows: _Ids) -> Any:
     return batch if len(rows) == len(first) else take_rows(space, batch, rows.tolist())
 
 
-def _metrics(facts: Mapping[str, Any], success: str | None) -> dict[str, float | bool]:
-    """The numbers in the last info, the return, and success. Booleans stay booleans: their mean is a share."""
-    info = facts["info"]
-    metrics: dict[str, float | bool] = {}
-    for key, value in info.items():
+def _metrics(facts: Mapping[str, Any], plan: EvaluationPlan) -> dict[str, float | bool]:
+    """The return, the largest reward, success, and the numbers in the last info, of which booleans stay booleans: their
+    mean is a share."""
+    metrics: dict[str, float | bool] = {"return": facts["return"], "max_reward": float(facts["trace"].rewards.max())}
+    if plan.success is not None:
+        if facts["success"] is None:
+            where, when = "the last step", "at the end"
+            if plan.success_at == "any":
+                where, when = "any step", "at least once"
+            raise ConfigError(
+                f"success={plan.success!r} is not in the info of {where} of an episode, which has "
+                f"{sorted(facts['info'])}: the environment must say it {when} of each"
+            )
+        metrics["success"] = facts["success"]
+    own = set(metrics)
+    for key, value in facts["info"].items():
         array = np.zeros(0) if isinstance(value, dict | list | None) else np.asarray(value)
         if array.size == 1 and array.dtype.kind in "fiub":
-            metrics[key] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())
-    metrics["return"] = facts["return"]
-    if success is not None:
-        if success not in info:
-            raise ConfigError(
-                f"success={success!r} is not in the info of the last step of an episode, which has {sorted(info)}: the "
-                "environment must say it at the end of each"
-            )
-        metrics["success"] = is_true(info[success])
+            name = f"info.{key}" if key in own else key
+            metrics[name] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())
     return metrics

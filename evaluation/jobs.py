@@ -22,6 +22,7 @@ from penstock.envs import (
     close_example_env,
     env_factories,
 )
+from penstock.envs.factory import are_arguments
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.evaluation.policies import Spaces
 from penstock.vector.objects import has_fixed_shape
@@ -52,6 +53,7 @@ class EvaluationPlan:
     options: Sequence[dict[str, Any] | None]  #: task by task, of each episode; empty without options
     seed: int
     success: str | None
+    success_at: str  #: "last" or "any" step of an episode
     until_success: bool
     max_steps: int | None
     mask_key: str | None = None  #: the entry of `info` that becomes a part of the observation, for agents
@@ -67,14 +69,9 @@ class EvaluationPlan:
         spaces: Spaces | None = None,
         **others: Any,
     ) -> EvaluationPlan:
-        """The plan of what `evaluate` got. Without `spaces`, an environment of the first task is built to read them,
-        and closed."""
+        """The plan of what `evaluate` got. Without `spaces`, an environment is built to read them, and closed."""
         factories = factories_of(env_fn, tasks, others.get("mask_key"))
-        if spaces is None:
-            with marked:  # programs that it starts end with this process
-                example = build_example_env(factories[0])
-                spaces = example.observation_space, example.action_space
-                close_example_env(example)
+        spaces = _spaces_of(factories) if spaces is None else spaces
         for name, part in tree_leaves(spaces[1], "action"):
             if not has_fixed_shape(part):
                 raise SpaceError(f"{name} of {part} has no fixed shape, which evaluate needs: change it with a wrapper")
@@ -127,15 +124,30 @@ class EvaluationPlan:
         return EnvContext(task, worker_rank, self._streams(task).env_seeds(Purpose.EVAL)[0], Purpose.EVAL)
 
     def differs(self, spaces: Spaces, task: int) -> str:
-        """Which space of a task's environment is another one than that of the first task; "" if none is."""
+        """Which space of a task's environment is not that of this plan; "" if both are."""
         for name, space, wanted in zip(("observation", "action"), spaces, self.spaces, strict=True):
             if space != wanted:
                 return (
-                    f"the {name}_space of the task {self.task_names[task]!r} is {space}, that of "
-                    f"{self.task_names[0]!r} is {wanted}: all tasks of an evaluation must have the same spaces. "
-                    "Evaluate the others separately, or make the spaces equal with wrappers"
+                    f"the {name}_space of the task {self.task_names[task]!r} is {space}, expected was {wanted}: all "
+                    "tasks of an evaluation must have the same spaces. Evaluate the others separately, or make the "
+                    "spaces equal with wrappers"
                 )
         return ""
+
+
+def _spaces_of(factories: Sequence[EnvFactory]) -> Spaces:
+    """Those of the first task whose environment can be built: the others fail alone, in their workers."""
+    errors: list[ConfigError] = []
+    for factory in factories:
+        try:
+            with marked:  # programs that it starts end with this process
+                example = build_example_env(factory)
+                spaces = example.observation_space, example.action_space
+                close_example_env(example)
+                return spaces
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _options_of(options: Callable[[str, int], Mapping[str, Any]], task: str, k: int) -> dict[str, Any] | None:
@@ -151,7 +163,7 @@ def tasks_of(tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> d
         return {"": {}}
     is_names = isinstance(tasks, Sequence) and not isinstance(tasks, str) and all(isinstance(t, str) for t in tasks)
     named: dict[str, Any] = {name: {"task": name} for name in tasks} if is_names else tasks  # type: ignore[assignment]
-    fits = isinstance(named, Mapping) and named and all(isinstance(kwargs, Mapping) for kwargs in named.values())
+    fits = isinstance(named, Mapping) and named and all(are_arguments(kwargs) for kwargs in named.values())
     if not fits or not all(isinstance(name, str) for name in named) or len(named) != len(tasks):
         raise ConfigError(
             "tasks must be a list of different names, which env_fn gets as `task`, or a dict that has arguments of "

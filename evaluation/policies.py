@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -26,11 +28,13 @@ from penstock.vector.objects import has_fixed_shape
 Space = gym.Space[Any]
 Spaces = tuple[Space, Space]  #: of observations and of actions
 
+_HINT = ". For a model of Stable-Baselines3, give lambda obs: model.predict(obs, deterministic=True)[0]"
 _LISTED = ("states", "infos", "tasks", "rngs")  # parameters of a function that get a list with an entry for each column
 
 
 class SelectsActions(Protocol):
-    """A policy that keeps a state, as LeRobot's do. It acts for one column at a time."""
+    """A policy that keeps a state, as LeRobot's do. It acts for one column at a time. If `select_action` has parameters
+    named `tasks`, `infos` or `rngs`, each gets a list with one entry."""
 
     def reset(self) -> None:
         """Begin an episode."""
@@ -144,11 +148,15 @@ class _FunctionPlayer(Player):
     """A function of the observations `[k, ...]`. Each of the parameters `_LISTED` that it has gets a list with an entry
     for each column."""
 
-    def __init__(self, policy: Callable[..., Any], spaces: Spaces, n: int, *, batched: bool) -> None:
+    def __init__(self, policy: Any, spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
-        self._names = [name for name in _LISTED if name in _parameters_of(policy)]
+        self._names = [name for name in _LISTED if name in _parameters_of(self._function)]
         self.states: list[Any] = [None] * n
         self.tasks = [""] * n
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        return self._policy  # type: ignore[no-any-return]
 
     @property
     def wants_infos(self) -> bool:
@@ -157,9 +165,13 @@ class _FunctionPlayer(Player):
     def _begin(self, column: int, task: str) -> None:
         self.states[column], self.tasks[column] = None, task
 
+    def _listed(self, which: Sequence[int]) -> dict[str, list[Any]]:
+        """What the function gets beside the observations of these columns."""
+        return {name: [getattr(self, name)[c] for c in which] for name in self._names}
+
     def _call(self, columns: npt.NDArray[np.intp], observation: Any) -> Any:
         which = columns.tolist()
-        result = self._policy(observation, **{name: [getattr(self, name)[c] for c in which] for name in self._names})
+        result = self._policy(observation, **self._listed(which))
         if "states" not in self._names:
             return result
         if not (isinstance(result, tuple) and len(result) == 2 and len(result[1]) == len(which)):
@@ -172,19 +184,21 @@ class _FunctionPlayer(Player):
         return result[0]
 
 
-class _ObjectPlayer(Player):
+class _ObjectPlayer(_FunctionPlayer):
     """An object with `reset` and `select_action`: each column has a copy, which shares the parameters of torch modules
-    with the others. What the policy draws from torch depends on the episode and the step only."""
+    with the others. The buffers of modules are copied: they may be a state, such as a counter or a cache. What the
+    policy draws from torch depends on the episode and the step only."""
 
     acts_for_one = True
 
     def __init__(self, policy: SelectsActions, spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
-        modules = _modules_of(policy)
         copied: Any = copy.deepcopy
-        if modules:
+        shared: dict[int, Any] = {}
+        if (torch := sys.modules.get("torch")) is not None:
             from penstock.agents.torch_agent import deep_copy as copied
-        shared = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+
+            shared = {id(part): part for part in _parts_of(policy) if issubclass(type(part), torch.nn.Parameter)}
         try:
             self._copies = [copied(policy, dict(shared)) for _ in range(n)]
         except Exception as error:  # copying may run the user's code
@@ -193,13 +207,18 @@ class _ObjectPlayer(Player):
                 "cannot be copied in its reset(), or give it a method __deepcopy__"
             ) from error
 
+    @property
+    def _function(self) -> Callable[..., Any]:
+        return self._policy.select_action  # type: ignore[no-any-return]
+
     def _begin(self, column: int, task: str) -> None:
+        super()._begin(column, task)
         self._copies[column].reset()
 
     def _call(self, columns: npt.NDArray[np.intp], observation: Any) -> Any:
         (column,) = columns.tolist()
         with _seeded_torch(int(self.rngs[column].integers(2**62))):
-            return self._copies[column].select_action(observation)
+            return self._copies[column].select_action(observation, **self._listed([column]))
 
 
 def _parameters_of(policy: Any) -> Sequence[str]:
@@ -233,9 +252,10 @@ def _class_for(policy: Any) -> type[Player]:
         return _ObjectPlayer
     if callable(policy):
         return _FunctionPlayer
+    hint = _HINT if callable(getattr(policy, "predict", None)) else ""
     raise ConfigError(
         "a policy is an Agent, a function of the observations, or an object with reset() and select_action(batch), got "
-        f"{brief(policy)}"
+        f"{brief(policy)}{hint}"
     )
 
 
@@ -260,7 +280,8 @@ def _as_array(value: Any, name: str) -> npt.NDArray[Any]:
             return np.asarray(value.float() if str(value.dtype) == "torch.bfloat16" else value)
         return np.asarray(value)
     except Exception as error:  # of other libraries, for what is no array
-        raise SpaceError(f"a policy must return an array or a tensor as {name}: {in_one_line(error)}") from error
+        text = f"a policy must return an array or a tensor as {name}: {in_one_line(error)}"
+        raise SpaceError(f"{text}{f'. It returned a tuple{_HINT}' if isinstance(value, tuple) else ''}") from error
 
 
 def _cast(array: npt.NDArray[Any], space: Any, name: str) -> npt.NDArray[Any]:
@@ -320,9 +341,35 @@ def _seeded_torch(seed: int) -> AbstractContextManager[Any]:
     return stack
 
 
-def _modules_of(policy: Any) -> list[Any]:
-    """The torch modules that an object is, or has as attributes."""
-    if (torch := sys.modules.get("torch")) is None:
-        return []
-    parts = [policy, *getattr(policy, "__dict__", {}).values()]
-    return [part for part in parts if isinstance(part, torch.nn.Module)]
+def training_modes(policies: Mapping[str, Any]) -> Iterator[str]:
+    """A warning for each policy with a torch module that acts differently in training mode, and is in it. Agents choose
+    the mode themselves."""
+    torch = sys.modules.get("torch")
+    for name, policy in policies.items() if torch is not None else ():
+        parts = [] if isinstance(policy, Agent) else _parts_of(policy)
+        if (found := next((part for part in parts if _is_training(part, torch)), None)) is not None:
+            yield (
+                f"the policy {name!r} has a {type(found).__name__} in training mode, which acts differently there: "
+                "call eval() of its module before you evaluate it"
+            )
+
+
+def _is_training(part: Any, torch: Any) -> bool:
+    if not issubclass(type(part), torch.nn.Module) or not part.training:
+        return False
+    is_dropout = isinstance(part, torch.nn.modules.dropout._DropoutNd)
+    rate = getattr(part, "p" if is_dropout else "dropout", 0)  # LSTM and attention have a rate too
+    is_rate = isinstance(rate, int | float) and rate > 0
+    return is_rate or isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def _parts_of(policy: Any) -> Iterator[Any]:
+    """The policy, and what it holds, however deep. Classes, modules of Python and functions are not its own."""
+    seen, parts = set[int](), [policy]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen or issubclass(type(part), type | ModuleType | FunctionType):
+            continue
+        seen.add(id(part))
+        yield part
+        parts += filter(gc.is_tracked, gc.get_referents(part))  # others hold nothing

@@ -92,9 +92,12 @@ def thread_numbers() -> dict[str, int]:
 
 
 def use_thread_numbers(numbers: Mapping[str, int]) -> None:
-    """Let the libraries that are loaded here use as many threads as in the process in which `numbers` were read."""
-    if "torch" in sys.modules and "torch" in numbers:
-        sys.modules["torch"].set_num_threads(numbers["torch"])
+    """Let the libraries that are loaded here use as many threads as in the process in which `numbers` were read; torch
+    also if it is loaded later."""
+    if "torch" in numbers:
+        os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(numbers["torch"])))
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(numbers["torch"])
     for library in _libraries():
         _use_threads(library, numbers.get(library.internal_api, library.num_threads))
 

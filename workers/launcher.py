@@ -164,10 +164,11 @@ def _as_program(threads: Mapping[str, int], function: Callable[..., int], *argum
 
 
 def shared_supervisor(preload: Sequence[str]) -> Supervisor:
-    """A supervisor that has imported `preload`. One that runs and lacks only modules of penstock imports them now. It
-    imports no others while it runs: they may be large, as torch is, and it starts no workers meanwhile."""
+    """A supervisor that has imported `preload`, and the most besides. One that runs and lacks only modules of penstock
+    imports them now. It imports no others while it runs: they may be large, as torch is, and it starts no workers
+    meanwhile."""
     with _start_lock:
-        for supervisor in sorted(_supervisors, key=lambda own: len({*preload} - own.preload)):
+        for supervisor in sorted(_supervisors, key=lambda own: (len({*preload} - own.preload), -len(own.preload))):
             missing = {*preload} - supervisor.preload
             if supervisor.has_ended() or not supervisor.is_own:
                 supervisor.close()  # it is still a zombie, or belongs to the parent of this fork
@@ -177,6 +178,12 @@ def shared_supervisor(preload: Sequence[str]) -> Supervisor:
                 return supervisor
         _supervisors.append(Supervisor(preload))
         return _supervisors[-1]
+
+
+def resume_supervisors() -> None:
+    """Let those continue that a signal has stopped."""
+    for supervisor in _supervisors:
+        supervisor.resume()
 
 
 @atexit.register

@@ -420,7 +420,7 @@ class WorkerPool:
         n_lost = self._count_lost(old)
         told = failure.describe(during)
         self.restarts.note(rank, told, n_lost, failure.env_rank)
-        _log.warning("%s; it is being replaced, %d trajectories are lost", told, n_lost)
+        _log.warning("%s; it is being replaced%s", told, f", {n_lost} trajectories are lost" if n_lost else "")
         n_kept = None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)
         pipe = old.pipe.replacement(keep=n_kept)
         self._reports.clear(rank)

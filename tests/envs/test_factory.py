@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,7 @@ from penstock.envs import CountingEnv, EnvFactory, ScriptedGame, build_example_e
 from penstock.envs.factory import EnvContext
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, SpaceError
+from penstock.vector import ShmVectorEnv
 from penstock.workers.control import ControlBlock
 
 
@@ -70,6 +72,31 @@ def test_an_id_that_only_this_process_knows_can_be_pickled() -> None:
     assert factory().unwrapped.length == 4
 
 
+REGISTERS = """
+import gymnasium as gym
+gym.register("OfModule-v0", entry_point="penstock.envs:CountingEnv", kwargs={"length": 4})
+"""
+
+
+def test_an_id_with_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `gym.make` takes it."""
+    (tmp_path / "of_module.py").write_text(REGISTERS)
+    (tmp_path / "of_fault.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with ShmVectorEnv(["of_module:OfModule-v0"] * 2) as envs:
+            assert envs.apply(lambda env: env.unwrapped.length) == (4, 4)
+        (factory,) = env_factories("of_module:OfModule-v0", {"length": 6}, 1)
+        assert factory().unwrapped.length == gym.make("of_module:OfModule-v0", length=6).unwrapped.length == 6
+        with pytest.raises(ConfigError, match=r"'of_module:Other-v0' is not a registered environment id: .*Other"):
+            env_factories("of_module:Other-v0", None, 1)
+        with pytest.raises(ConfigError, match="id: the import of of_fault raised ZeroDivisionError"):
+            env_factories("of_fault:OfModule-v0", None, 1)
+    finally:
+        del gym.registry["OfModule-v0"]
+        sys.modules.pop("of_module")
+
+
 @pytest.mark.parametrize(
     "env_id", ["NoSuchEnvironment-v0", "CartPole-v99", "not an id", "", "no/such_game_v0", "no_module:E-v0"]
 )
@@ -93,6 +120,8 @@ def test_the_error_for_a_wrong_env_fn_shows_an_example_and_is_short(env_fn: Any)
         (CountingEnv, 5, "env_kwargs"),
         (CountingEnv, [1, 2], "env_kwargs"),
         (CountingEnv, "ab", "env_kwargs"),
+        (CountingEnv, {3: 4}, r"env_kwargs must be a dict of arguments by name, .* got dict \{3: 4\}"),
+        (CountingEnv, [{}, {3: 4}], "env_kwargs must be a dict of arguments by name"),
     ],
 )
 def test_wrong_lists_and_kwargs_are_named_with_both_numbers(env_fn: Any, env_kwargs: Any, message: str) -> None:

@@ -60,9 +60,11 @@ def guilty_of() -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("act", some(ACTS, 3, first=2))
 @pytest.mark.slow
-def test_an_episode_that_fails_once_is_begun_again(act: str, tmp_path: Path) -> None:
+def test_an_episode_that_fails_once_is_begun_again(act: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = run(partial(Reach, fault=Guilty(ACTS[act], tmp_path)))
     assert played(found) == truth()
+    assert "trajectories" not in caplog.text  # it knows only episodes, and none is lost
+    assert act != "exits" or "it is being replaced\n" in caplog.text
     assert {(r.task, r.episode) for r in found.episodes if r.attempts > 1} >= guilty_of() - {("kitchen", 0)}
     assert guilty_of()
 
@@ -172,6 +174,57 @@ def test_a_task_that_cannot_be_built_does_not_stop_the_others() -> None:
     assert [bool(r.failed) for r in found.episodes] == [False] * 4 + [True] * 4
 
 
+@pytest.mark.parametrize("spaces", [None, (gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2))])
+@pytest.mark.parametrize("place", range(3))
+def test_it_may_be_any_task(place: int, spaces: Any) -> None:
+    """The tasks are compared with a plain loop. That of the broken environment is the first to fail, over and over:
+    the others are reset later."""
+    tasks = ["fine", "good"]
+    tasks.insert(place, "broken")
+
+    def make(task: str) -> Any:
+        if task == "broken":
+            raise OSError("no display")
+        return Late(len(task))
+
+    with pytest.warns(RuntimeWarning, match="no display"):
+        found = evaluate(zeros, make, tasks=tasks, episodes=4, attempts=1, n_workers=2, batch_B=3, spaces=spaces)
+    assert {r.task for r in found.failed} == {"broken"}
+    assert [r.length for r in found.episodes if not r.failed] == [4] * 8
+
+
+def test_all_tasks_cannot_be_built() -> None:
+    def make(task: str) -> Any:
+        raise OSError(f"no display for {task}")
+
+    arguments: dict[str, Any] = {"tasks": ["a", "b", "c"], "episodes": 40, "attempts": 1, "n_workers": 1, "batch_B": 2}
+    with pytest.raises(ConfigError, match="no display for a"):
+        evaluate(zeros, make, **arguments)
+    spaces = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2)
+    with pytest.raises(
+        WorkerError, match=r"is broken: the first [345] episodes have all failed.* no display for [abc]"
+    ):
+        evaluate(zeros, make, spaces=spaces, **arguments)
+
+
+class Late(gym.Env[Any, Any]):
+    """Its first reset takes long. Episodes have a fixed length."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        time.sleep(0.3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.zeros(1, np.float32), 1.0, self.t == self.length, False, {}
+
+
 def other_space(task: str) -> Any:
     return gym.make({"a": "CartPole-v1", "b": "Acrobot-v1"}[task])
 
@@ -227,6 +280,17 @@ def test_usual_numbers_are_rewards(reward: Any) -> None:
 
 BROKEN = "the environment is broken: .*"
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "success at": ({"success_at": "any"}, ConfigError, 'success_at="any" needs success'),
+    "success when": ({"success": "ok", "success_at": "first"}, ConfigError, "success_at must be one of last, any"),
+    "never a success": (
+        {"success": "solved", "success_at": "any"},
+        ConfigError,
+        "success='solved' is not in the info of any step of an episode, .* must say it at least once of each",
+    ),
+    "success is a number": ({"success": 3}, ConfigError, "success must be a key of the info, a text, got 3"),
+    "batched": ({"batched": "no"}, ConfigError, "batched must be True or False, got 'no'"),
+    "folder": ({"folder": 3}, ConfigError, "folder must be the path of a folder, got 3"),
+    "arguments": ({"tasks": {"a": {3: 4}}}, ConfigError, "tasks must be a list of different names"),
     "no policy": ({"policies": {}}, ConfigError, "has no policy"),
     "a number as policy": ({"policies": 3}, ConfigError, "a policy is an Agent, a function"),
     "episodes": ({"episodes": 0}, ConfigError, "episodes must be an integer of at least 1"),
@@ -258,7 +322,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another space": (
         {"env_fn": other_space, "tasks": ["a", "b"]},
         SpaceError,
-        r"the observation_space of the task 'b' is Box.*, that of 'a' is",
+        r"the observation_space of the task 'b' is Box.*, expected was Box",
     ),
     "no reward": (broken_by(reward=None), WorkerError, BROKEN + "the reward of .* must be a single number, got None"),
     "a text": (broken_by(reward="1"), WorkerError, BROKEN + "the reward of .* must be a single number, got '1'"),
