@@ -1,10 +1,12 @@
 """Evaluations: `penstock.evaluate` beside the loops that others write, in turns.
 
-    python benchmarks/evaluation.py                # all three tables
-    python benchmarks/evaluation.py --only robot   # cartpole, robot, training
+    python benchmarks/evaluation.py                # all four tables
+    python benchmarks/evaluation.py --only robot   # cartpole, folder, robot, training
 
 - *cartpole*: a network of 64-64 that balances the pole plays CartPole. Steps per second and CPU time of a step, of all
   processes together, without the start: two evaluations of different length are subtracted.
+- *folder*: what a folder costs: 120 episodes, with the start, without one and in a new one; and the second half in a
+  folder that has the first, with the check that it is of the same policy.
 - *robot*: steps of 10 ms, 16 environments in 16 processes; a chunk of 7 actions takes the policy 20 ms, whatever the
   batch. The bound is a loop in which no environment ever waits: 16 * 7 / (7 * 10 ms + 20 ms) steps per second.
   `min_ready` says for how many environments that wait the policy acts.
@@ -19,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gymnasium as gym
@@ -119,6 +122,33 @@ def cartpole(rounds: int) -> None:
         print(f"| {name} | {cell(speeds, '{:,.0f}')} | {cell(cpu, '{:.1f}')} |")
 
 
+def of_folder(agent: Any, folder: str | None, n_kept: int, n: int = 120) -> tuple[float, float]:
+    """Episodes per second, and CPU microseconds of a step, of `n` episodes, of which the folder has some already."""
+    play = partial(evaluate, agent, partial(gym.make, "CartPole-v1"), n_workers=2, batch_B=16, folder=folder)
+    if n_kept:
+        play(episodes=n_kept)
+    with Meter() as meter:
+        results = play(episodes=n)
+    played = results.episodes[n_kept:]
+    return len(played) / meter.wall, 1e6 * meter.cpu / sum(r.length for r in played)
+
+
+def folder(rounds: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    agent = CategoricalPgAgent(Balances, greedy_eval=True, inference="numpy")
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(rounds):
+        with TemporaryDirectory() as new, TemporaryDirectory() as half:
+            found.setdefault("no folder", []).append(of_folder(agent, None, 0))
+            found.setdefault("a new folder", []).append(of_folder(agent, new, 0))
+            found.setdefault("the second half, in a folder that has the first", []).append(of_folder(agent, half, 60))
+    print("| 120 episodes of CartPole, with their start | episodes/s | CPU µs a step |\n| --- | --- | --- |")
+    for name, pairs in found.items():
+        speeds, cpu = zip(*pairs, strict=True)
+        print(f"| {name} | {cell(speeds, '{:,.0f}')} | {cell(cpu, '{:.1f}')} |")
+
+
 def acts_slowly(observation: Any) -> Any:
     time.sleep(ACT_SECONDS)
     return np.zeros((len(observation), CHUNK), np.int64)
@@ -190,7 +220,7 @@ def training(rounds: int) -> None:
     print(f"| AsyncSampler | {cell(shares, '{:.2f}')} |")
 
 
-TABLES = {"cartpole": cartpole, "robot": robot, "training": training}
+TABLES = {"cartpole": cartpole, "folder": folder, "robot": robot, "training": training}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
