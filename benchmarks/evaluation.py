@@ -146,7 +146,7 @@ def folder(rounds: int) -> None:
     print("| 120 episodes of CartPole, with their start | episodes/s | CPU µs a step |\n| --- | --- | --- |")
     for name, pairs in found.items():
         speeds, cpu = zip(*pairs, strict=True)
-        print(f"| {name} | {cell(speeds, '{:,.0f}')} | {cell(cpu, '{:.1f}')} |")
+        print(f"| {name} | {cell(speeds, '{:,.1f}')} | {cell(cpu, '{:.1f}')} |")
 
 
 def acts_slowly(observation: Any) -> Any:

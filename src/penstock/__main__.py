@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock import ConfigError, PenstockError, TuneReport, __version__, eval_command, tune
 from penstock.tools.doctor import advice, describe_machine
-from penstock.tools.named import load_named, search_here
+from penstock.tools.by_name import load_named, search_here
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 

@@ -17,7 +17,7 @@ from penstock.agents import RandomAgent
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, PenstockError
 from penstock.evaluation import EvalResults, evaluate
-from penstock.tools.named import load_named
+from penstock.tools.by_name import load_named
 
 HELP = "play episodes with a policy, and print a table of what it reaches"
 _DESCRIPTION = """
@@ -45,9 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--episodes", type=_episodes, default=200, metavar="N", help="for each task (200); FIRST:END for a part of them")
     add("--tasks", metavar="A,B", help="names of tasks, or MODULE:NAME of a dict of arguments of ENV_FN by name")
     add("--folder", metavar="F", help="keep each episode there; the same command continues")
+    trust = "continue a folder that cannot be proved to be of this policy and environment"
+    add("--trust-folder", action="store_true", default=argparse.SUPPRESS, help=trust)
     add("--workers", dest="n_workers", type=int, metavar="N", help="worker processes (as many as CPUs)")
     add("--seed", type=int, default=0, help="chooses the episodes (0)")
     add("--success", metavar="KEY", help="the key of the last info that says whether the episode was a success")
+    at = "the step that must be a success: the last one (default), or any; the return is not cut"
+    add("--success-at", choices=("last", "any"), default=argparse.SUPPRESS, help=at)
     add("--until-success", action="store_true", help="end an episode with the first step that is a success")
     add("--max-steps", type=int, metavar="N", help="truncate episodes")
     bound = "exit with 1 if the LOWER end of the interval of POLICY is below VALUE; may be repeated"
@@ -85,6 +89,7 @@ def _evaluated(args: argparse.Namespace) -> EvalResults:
     tasks = args.tasks
     if tasks is not None:
         tasks = load_named(tasks) if ":" in tasks else tasks.split(",")
+    given = {name: value for name, value in vars(args).items() if name in ("success_at", "trust_folder")}
     return evaluate(
         {text: _policy(text, args.algo) for text in texts},
         load_named(args.env),
@@ -97,6 +102,7 @@ def _evaluated(args: argparse.Namespace) -> EvalResults:
         n_workers=args.n_workers,
         folder=args.folder,
         progress=sys.stderr.isatty(),
+        **given,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
@@ -132,6 +133,21 @@ def test_the_options_are_those_of_evaluate(capsys: pytest.CaptureFixture[str]) -
     assert table == f"{truth}\n"
     rows = [result.as_dict() for result in truth.episodes]
     assert json.loads(Path("found.json").read_text()) == json.loads(json.dumps(rows))
+
+
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        (["--success-at", "any", "--success", "is_success"], {"success_at": "any", "success": "is_success"}),
+        (["--trust-folder", "--folder", "kept"], {"trust_folder": True}),
+    ],
+)
+def test_later_options(words: list[str], how: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    if not how.keys() <= inspect.signature(evaluate).parameters.keys():
+        pytest.skip(f"evaluate does not have all of {[*how]} yet")
+    assert main(["eval", f"{REACH}:vla", f"{REACH}:Reach", "--episodes", "2", *ONE, *words]) == 0
+    truth = evaluate({f"{REACH}:vla": vla}, Reach, episodes=2, n_workers=1, **how)
+    assert capsys.readouterr().out == f"{truth}\n"
 
 
 def test_tasks_by_name_and_an_environment_of_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
