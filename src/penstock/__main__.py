@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock import ConfigError, PenstockError, TuneReport, __version__, eval_command, tune
-from penstock.tools.doctor import advice, describe_machine
 from penstock.tools.by_name import load_named, search_here
+from penstock.tools.doctor import advice, describe_machine
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 
