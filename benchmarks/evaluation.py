@@ -1,10 +1,12 @@
 """Evaluations: `penstock.evaluate` beside the loops that others write, in turns.
 
-    python benchmarks/evaluation.py                # all four tables
-    python benchmarks/evaluation.py --only robot   # cartpole, robot, training, results
+    python benchmarks/evaluation.py                # all five tables
+    python benchmarks/evaluation.py --only robot   # cartpole, folder, robot, training, results
 
 - *cartpole*: a network of 64-64 that balances the pole plays CartPole. Steps per second and CPU time of a step, of all
   processes together, without the start: two evaluations of different length are subtracted.
+- *folder*: what a folder costs: 120 episodes, with the start, without one and in a new one; and the second half in a
+  folder that has the first, with the check that it is of the same policy.
 - *robot*: steps of 10 ms, 16 environments in 16 processes; a chunk of 7 actions takes the policy 20 ms, whatever the
   batch. The bound is a loop in which no environment ever waits: 16 * 7 / (7 * 10 ms + 20 ms) steps per second.
   `min_ready` says for how many environments that wait the policy acts.
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gymnasium as gym
@@ -37,6 +40,7 @@ from turns import cell
 
 from penstock import AsyncSampler, CategoricalPgAgent, EvalResults, evaluate, start_evaluation
 from penstock.evaluation import EpisodeResult
+from penstock.evaluation.proof import Trace
 
 CHUNK, STEP_SECONDS, ACT_SECONDS, N_ENVS = 7, 0.01, 0.02, 16
 
@@ -126,6 +130,40 @@ def cartpole(rounds: int) -> None:
         print(f"| {name} | {cell(speeds, '{:,.0f}')} | {cell(cpu, '{:.1f}')} |")
 
 
+def of_folder(agent: Any, folder: str | None, n_kept: int, n: int = 120) -> tuple[float, float, float]:
+    """Episodes per second, and CPU microseconds of a step, of `n` episodes, of which the folder has some already; and
+    the CPU seconds."""
+    play = partial(evaluate, agent, partial(gym.make, "CartPole-v1"), n_workers=2, batch_B=16, folder=folder)
+    if n_kept:
+        play(episodes=n_kept)
+    with Meter() as meter:
+        results = play(episodes=n)
+    played = results.episodes[n_kept:] or results.episodes
+    return len(played) / meter.wall, 1e6 * meter.cpu / sum(r.length for r in played), meter.cpu
+
+
+def folder(rounds: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    agent = CategoricalPgAgent(Balances, greedy_eval=True, inference="numpy")
+    found: dict[str, list[tuple[float, float]]] = {}
+    shares = []
+    for _ in range(rounds):
+        with TemporaryDirectory() as new, TemporaryDirectory() as half:
+            *row, whole = of_folder(agent, None, 0)
+            found.setdefault("no folder", []).append((row[0], row[1]))
+            found.setdefault("a new folder", []).append(of_folder(agent, new, 0)[:2])
+            found.setdefault("the second half, in a folder that has the first", []).append(
+                of_folder(agent, half, 60)[:2]
+            )
+            shares.append(100 * of_folder(agent, new, 120)[2] / whole)  # nothing but the proof is played
+    print("| 120 episodes of CartPole, with their start | episodes/s | CPU µs a step |\n| --- | --- | --- |")
+    for name, pairs in found.items():
+        speeds, cpu = zip(*pairs, strict=True)
+        print(f"| {name} | {cell(speeds, '{:,.1f}')} | {cell(cpu, '{:.1f}')} |")
+    print(f"\nThe proof, one episode, is {cell(shares, '{:.0f}')} % of the CPU time.")
+
+
 def acts_slowly(observation: Any) -> Any:
     time.sleep(ACT_SECONDS)
     return np.zeros((len(observation), CHUNK), np.int64)
@@ -209,7 +247,7 @@ def results(rounds: int) -> None:
     print("| an episode of 100 steps | bytes in memory |\n| --- | --- |")
     for name, trace in (
         ("with a folder", Path("episodes/0.npz")),
-        ("without", ([np.zeros(100, np.int64)], np.zeros(100))),
+        ("without", Trace([np.zeros(100, np.int64)], np.zeros(100), np.zeros((101, 2), np.uint32), np.zeros(101))),
     ):
         content = pickle.dumps([replace(result, trace=copy.deepcopy(trace)) for result in episodes[:1000]])
         tracemalloc.start()
@@ -227,7 +265,7 @@ def results(rounds: int) -> None:
         print(f"| {name} | {cell(found, '{:,.0f}')} |")
 
 
-TABLES = {"cartpole": cartpole, "robot": robot, "training": training, "results": results}
+TABLES = {"cartpole": cartpole, "folder": folder, "robot": robot, "training": training, "results": results}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -121,7 +121,9 @@ def _of_class(cls: type) -> Iterator[Any]:
         yield f"{base.__module__}.{base.__qualname__}"
         if not _is_of_library(base):
             for name, value in sorted(vars(base).items()):
-                if not isinstance(value, str) and name not in ("_abc_impl", "__dict__", "__weakref__"):
+                # Python adds entries of its own, such as `__slotnames__` when an object is pickled.
+                is_written = isinstance(value, types.FunctionType) or not name.startswith(("__", "_abc_"))
+                if is_written and not isinstance(value, _STATE):
                     yield from (name, value)
 
 

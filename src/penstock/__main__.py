@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
-from penstock import PenstockError, TuneReport, __version__, tune
+from penstock import ConfigError, PenstockError, TuneReport, __version__, eval_command, tune
+from penstock.tools.by_name import load_named, search_here
 from penstock.tools.doctor import advice, describe_machine
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
@@ -25,11 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("machine", help="the versions, and what this machine offers (also without a command)")
     commands.add_parser("doctor", help="the same, with advice for what is missing or slow")
     _add_tune(commands.add_parser("tune", help="try samplers with an environment, and recommend the fastest"))
+    eval_command.add_arguments(commands.add_parser("eval", help=eval_command.HELP))
     _add_worker(commands.add_parser("worker", help="run a worker of a distributed experiment"))
     _add_join(commands.add_parser("join", help="take part in an experiment that runs on another machine"))
     _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
     args = parser.parse_args(arguments)
     functions = {"tune": _tune, "worker": _worker, "join": _join, "status": _status, "doctor": _doctor}
+    functions["eval"] = eval_command.run
     try:
         return functions.get(args.command, _machine)(args)
     except PenstockError as error:
@@ -71,8 +72,8 @@ def _tune(args: argparse.Namespace) -> int:
     report, status = TuneReport(), 0
     try:
         tune(
-            _load(args.env),
-            policy=_load(args.policy),
+            load_named(args.env),
+            policy=load_named(args.policy),
             batch_T=args.batch_T,
             batch_B=args.batch_B,
             n_workers=args.n_workers,
@@ -101,7 +102,7 @@ def _worker(args: argparse.Namespace) -> int:
     from penstock.distributed.launched import load_worker, snake
     from penstock.distributed.statuses import Status
 
-    _search_here()
+    search_here()
     cls, index = load_worker(args.worker)
     connection = _connection(args.join, args.host)
     status = cls().run(connection, f"{args.name or snake(cls)}/{index}")
@@ -120,10 +121,9 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
 def _join(args: argparse.Namespace) -> int:
     from penstock.distributed import Experiment
 
-    module, _, name = args.experiment.partition(":")
-    experiment = _load(f"{module.removesuffix('.py')}:{name}")
+    experiment = load_named(args.experiment)
     if not isinstance(experiment, Experiment):
-        raise SystemExit(f"penstock join: {args.experiment} is no Experiment: give MODULE:NAME")
+        raise ConfigError(f"{args.experiment} is no Experiment: give MODULE:NAME")
     endings = experiment.join(args.file, args.names, host=args.host, timeout=args.wait)
     for name, ending in endings.items():
         print(f"{name}: {ending}", file=sys.stderr)
@@ -150,25 +150,6 @@ def _connection(file: str, host: str | None) -> Any:
     connection = Connection.read(file)
     # The file has the host of the panel's machine, which is not that of this one.
     return replace(connection, host=host or "127.0.0.1")
-
-
-def _search_here() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with `python -m`
-
-
-def _load(name: str) -> Any:
-    """What `MODULE:NAME` names. Other texts, such as an environment id, are returned as they are."""
-    module, colon, attribute = name.partition(":")
-    if not colon or not attribute.isidentifier():
-        return name
-    _search_here()
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise SystemExit(
-            f"penstock: cannot load {name}: {error}. Give MODULE:NAME, where MODULE can be imported from this folder"
-        ) from error
 
 
 if __name__ == "__main__":

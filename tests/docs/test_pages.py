@@ -3,6 +3,8 @@
 import importlib
 import os
 import re
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ NEEDS = {
     "migration/torchrl.md": "torchrl",
     "recipes/atari.md": "ale_py",
     "recipes/datasets.md": "minari",
+    "recipes/evaluations.md": "stable_baselines3",
     "recipes/self_play.md": "pettingzoo.classic.tictactoe_v3",
 }
 
@@ -104,13 +107,30 @@ def test_a_page_about_another_library_runs_as_written(
     monkeypatch.setenv("RAY_ADDRESS", "local")  # no cluster that runs on this machine
     # In a process of its own: these libraries leave processes and descriptors until theirs ends.
     (tmp_path / "page.py").write_text("\n\n".join(map(shortened, blocks(page))), encoding="utf-8")
-    done = run(tmp_path / "page.py", cwd=tmp_path)
+    # In a fork as supervisor, a lock is held that an evaluation in a process of its own needs.
+    done = run(tmp_path / "page.py", cwd=tmp_path, forks_supervisor=page != "recipes/evaluations.md")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("recipes")])
 def test_a_recipe_is_short(page: str) -> None:
     assert max(len(block.splitlines()) for block in blocks(page)) <= 65
+
+
+@pytest.mark.parametrize("page", ["evaluation.md", "recipes/evaluations.md"])
+def test_the_commands_of_the_pages_about_evaluations_run(page: str, tmp_path: Path) -> None:
+    for block in blocks("recipes/evaluations.md"):
+        if (name := re.match(r"# (\w+\.py)\n", block)) is not None:
+            (tmp_path / name[1]).write_text(block, encoding="utf-8")
+    commands = re.findall(r"```bash\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert commands
+    programs = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-euc", command], env={**os.environ, "PATH": programs}, capture_output=True, text=True, timeout=100
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        assert re.search(r"policies\.py:brake\s+[\d.]+ \[", done.stdout)
 
 
 def test_the_recipe_with_hindsight_learns_goals_that_the_episode_reaches_later() -> None:

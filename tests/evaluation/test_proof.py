@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import copyreg
 import functools
 import logging
 import threading
@@ -223,6 +224,7 @@ def test_what_changes_while_a_policy_acts_does_not_count() -> None:
     before = digest([policy, lambda: numbers])
     counting.train()
     counting.act()
+    copyreg._slotnames(Counting)  # type: ignore[attr-defined] # as pickling does
     space.sample()
     numbers[0] += 1
     logging.getLogger("penstock.test.child")
