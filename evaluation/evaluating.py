@@ -236,7 +236,8 @@ class _ResultsSoFar:
     def prove_kept(self, play: _PlayPart) -> None:
         """Play an episode of each policy and task in the folder again. Raises `ConfigError` if one differs."""
         for policy, task in sorted(self._to_prove):
-            if self._files is not None and self._files.is_unproven(policy, task) and self._stored(policy, task):
+            is_unproven = self._files is not None and self._files.is_unproven(policy, task)
+            if is_unproven and self._stored(policy, task) is not None:
                 raise ConfigError(
                     f"the folder says that an episode of {_name(policy, task)} was different when it was played again, "
                     "so nothing can show that its results are those of this call. Give another folder; or "

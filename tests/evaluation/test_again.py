@@ -239,6 +239,14 @@ def test_what_did_not_repeat_is_noted_in_the_folder(tmp_path: Path) -> None:
     assert run({"zeros": zeros}, partial(Walk, n=60), folder=tmp_path, episodes=4).n_proved == 1
 
 
+def test_the_only_episode_may_be_the_one_that_did_not_repeat(tmp_path: Path) -> None:
+    play = partial(run, coin, partial(Walk, n=60), folder=tmp_path, episodes=1)
+    with pytest.warns(RuntimeWarning, match=DIFFERENT):
+        play()
+    with pytest.raises(ConfigError, match="folder says that an episode of 'policy' was different"):
+        play()
+
+
 def test_another_version_of_python_has_other_code(tmp_path: Path) -> None:
     run(zeros, Walk, episodes=2, folder=tmp_path)
     change(tmp_path, python="3.9.0", policies={"policy": "zeros 0"})
