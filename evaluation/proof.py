@@ -80,8 +80,10 @@ class ObservationMarks:
                 if self._others:
                     values = tuple(reduce(getitem, path, observation) for path in self._others)
                     self._crc[n] = zlib.crc32(b"".join(_bytes_of(values)))
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, OverflowError):
             self._crc[n] = 1
+            for view in self._views:
+                view[n] = 0
         self._n = n + 1
         if n + 1 == len(self._crc):
             self._mark()
@@ -98,6 +100,7 @@ class ObservationMarks:
                 values = view[:n].reshape(n, -1).astype(np.float64)
                 with np.errstate(invalid="ignore"):  # infinity by itself
                     sums += values / (1 + np.abs(values)) @ weights
+        self._crc[:n] = 0
         self._done.append((checks, sums))
 
     def take(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float64]]:

@@ -347,6 +347,19 @@ def test_rounding_is_no_difference_but_is_said() -> None:
     assert differs(stored, trace(observations, space)) == ("", True)
 
 
+def test_an_observation_that_does_not_fit_has_a_mark_too() -> None:
+    space = gym.spaces.Box(0, 255, (2, 3), np.uint8)
+    marks, good = ObservationMarks(space), space.sample()
+    found = []
+    for odd in (np.zeros(7), "text", None, 300):
+        marks.clear()
+        for observation in (good, odd, good):
+            marks.add(observation)
+        found.append(marks.take()[0].tolist())
+    assert found[1:] == found[:1] * 3
+    assert found[0][0] == found[0][2] == trace([good], space).checks.tolist()[0]
+
+
 def test_large_observations_are_marked_in_little_memory() -> None:
     space = gym.spaces.Box(0, 255, (1 << 20, 2), np.uint8)
     marks = ObservationMarks(space)
