@@ -136,6 +136,41 @@ def test_rounding_of_a_network_is_no_difference(act_in: Any) -> None:
     assert run(policy, "Pendulum-v1", episodes=8, batch_B=8, act_in=act_in).n_proved == 1
 
 
+class Chaos(gym.Env[Any, Any]):
+    """A difference in an action doubles with each step."""
+
+    observation_space, action_space = ONE, gym.spaces.Box(0, 1, (), np.float64)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.x = 0, float(self.np_random.uniform(0.1, 0.9))
+        return np.array([self.x], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        self.x = (3.9 * self.x * (1 - self.x) + float(action)) % 1
+        return np.array([self.x], np.float32), self.x, self.t == 100, False, {}
+
+
+def test_rounding_does_not_add_up_over_an_episode() -> None:
+    def policy(observation: Any) -> Any:
+        return np.full(len(observation), 0.01 + 1e-7 * len(observation))  # as a network, whose rows depend on the rest
+
+    assert run(policy, Chaos, episodes=8, batch_B=8).n_proved == 1
+
+
+class First(Walk):
+    """Its first episode is another one than all later ones."""
+
+    def _drawn(self) -> float:
+        return float(self.n_resets == 1)
+
+
+def test_each_episode_is_played_again_in_a_new_environment() -> None:
+    with pytest.warns(RuntimeWarning, match="2 of 2 episodes were different"):
+        assert run({"a": zeros, "b": zeros}, First, episodes=2, batch_B=1).n_proved == 0
+
+
 def test_an_episode_that_fails_again_is_said(tmp_path: Path) -> None:
     def once() -> float:
         if (tmp_path / "file").exists():
