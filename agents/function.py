@@ -100,6 +100,8 @@ class FunctionAgent(Agent):
     def _trained_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
         return {} if self.parameters is None else self.read_parameters()
 
+    _parameters_to_send = _trained_parameters
+
     def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         if self.parameters is not None:
             self.parameters = tree_with(self.parameters, {name: np.array(value) for name, value in parameters.items()})

@@ -98,7 +98,7 @@ class ActorWorker(Worker):
         self._generation = integer("generation", generation, 0)
         self._agent: Any  # an agent, or a dict of agents
         if self._actors.inference is None:
-            self._parameters = ParameterClient(self.wire, self.names, self._policy)
+            self._parameters = ParameterClient(self.names, self._policy)
             self._agent = self._plan.agent()
             write_parameters(self._agent, self._parameters.first(self._must_end))
             self._version = self._parameters.version

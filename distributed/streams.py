@@ -62,10 +62,11 @@ class Inboxes:
 
 
 class NamedInbox:
-    """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended."""
+    """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended.
+    `Inbox` explains `handler`."""
 
-    def __init__(self, wire: Node, names: NameClient, key: str) -> None:
-        self._names, self._key, self._inbox = names, key, wire.open(key)
+    def __init__(self, wire: Node, names: NameClient, key: str, handler: Callable[[Call], None] | None = None) -> None:
+        self._names, self._key, self._inbox = names, key, wire.open(key, handler)
         try:
             names.announce(key, self._inbox, replace=True)
         except BaseException:

@@ -142,8 +142,6 @@ class TrainerWorker(Worker):
 
     def _poll(self) -> PollResult:
         assert self._consumer is not None
-        if self._server is not None:
-            self._server.serve()
         if self._group is not None and self._rank == 0 and self._misses_panel(0.5):
             return PollResult()  # a step waits for the other ranks, which may get no pieces: then it could not save
         try:

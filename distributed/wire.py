@@ -278,8 +278,6 @@ class Node:
     Raises `ConfigError` for an address that cannot be used.
     """
 
-    fan = 4  #: to how many others it sends a large message, before these send it on
-
     def __init__(self, keys: Connection, host: str, port: int) -> None:
         if host in ("", "*", "0.0.0.0", "::"):
             raise ConfigError(

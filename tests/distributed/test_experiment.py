@@ -234,7 +234,6 @@ class Publisher(Worker):
         self.server.publish(version, read_parameters(self.plan.agent()))
 
     def _poll(self) -> PollResult:
-        self.server.serve()
         return PollResult()
 
 

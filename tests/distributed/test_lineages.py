@@ -77,7 +77,7 @@ def plan_of(agent: Any = RandomAgent) -> Any:
 def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: ControlPanel, joined: Any) -> None:
     plan = plan_of()
     start(panel, trainer=partial(TrainerWorker, Training(Steps, max_staleness=1), plan))
-    client, producer = ParameterClient(*joined, "policy"), SampleProducer(*joined, "train", credit=100)
+    client, producer = ParameterClient(joined[1], "policy"), SampleProducer(*joined, "train", credit=100)
     client.first(lambda: False)
     lineage, number = client.version
     assert (lineage > 0, number) == (True, 1)

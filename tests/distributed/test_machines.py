@@ -309,3 +309,78 @@ def test_two_trainers_have_equal_parameters_and_are_restarted_together(
             assert sum(run.restarts.values()) == number, "one failure counts once"
             check(version - 4, version - 1)
     assert sum(run.restarts.values()) == len(scaled((1, 0, 1), (1,)))
+
+
+def linger(file: Path, seconds: float = 60.0) -> None:
+    """Wait until the file exists, but not for ever."""
+    until = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+class Gradients:
+    """Averages gradients with the other trainers."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+
+    def step(self, batch: Batch) -> None:
+        time.sleep(0.05)
+        self.agent.model.zero_grad()
+        self.agent.model(batch.samples.env.observation)[1].square().mean().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["actor/0", "policy/0"])
+def test_two_trainers_go_on_when_the_only_worker_of_a_kind_is_killed(name: str) -> None:
+    """One trainer waits for the other, that one for pieces, and the worker that is started again for parameters."""
+    inference = "policy" if name == "policy/0" else None
+    experiment = Experiment(
+        "two",
+        partial(CategoricalPgAgent, small_model),
+        Actors(1 + bool(inference), SAMPLER, inference=inference),
+        Training(Gradients, count=2, batch=2),
+        Policies(1) if inference else None,
+        seed=0,
+    )
+    with experiment.run(wire="zmq") as run:
+        version = run.wait(lambda s: s.version >= 4, timeout=120).version
+        for n in range(1, 1 + scaled(6, 2)):
+            os.kill(run.panel.pid(name), signal.SIGKILL)
+            state = run.wait(lambda s, n=n, v=version: run.restarts[name] >= n and s.version >= v + 4, timeout=60)
+            assert state.version >= version + 4
+            version = state.version
+        assert {other: n for other, n in run.restarts.items() if n} == {name: scaled(6, 2)}
+
+
+class Lingers:
+    """Its third step lasts until there is a file."""
+
+    def __init__(self, folder: Path, agent: Any) -> None:
+        self.folder, self.n = folder, 0
+
+    def step(self, batch: Batch) -> None:
+        self.n += 1
+        if self.n == 3:
+            (self.folder / "lingers").touch()
+            linger(self.folder / "go")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_an_actor_is_replaced_while_its_trainer_is_in_a_long_step(tmp_path: Path) -> None:
+    training = Training(partial(Lingers, tmp_path))
+    with Experiment("long", RandomAgent, Actors(1, SAMPLER), training, seed=0).run(wire="zmq") as run:
+        run.wait(lambda _: (tmp_path / "lingers").exists(), timeout=60)
+        pid = run.panel.pid("actor/0")
+        os.kill(pid, signal.SIGKILL)
+
+        def is_back(state: RunState) -> bool:
+            facts = state.workers["actor/0"]
+            return run.restarts["actor/0"] == 1 and facts["status"] == "RUNNING" and facts["samples"] > 0
+
+        assert is_back(run.wait(is_back, timeout=30))
+        (tmp_path / "go").touch()
+        assert run.wait(lambda s: s.version >= 5, timeout=30).version >= 5
