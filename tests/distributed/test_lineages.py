@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +90,74 @@ def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: Contro
             assert producer.put(piece_of(samples.numpy().copy(), infos, version, "test"), 10)
     wait_until(lambda: panel.stats()["trainer/0"].get("version") == 3)
     assert panel.stats()["trainer/0"]["stale"] == 4, "two foreign ones, a newer one, an old one"
+
+
+def pieces_of(actor: str, sampler: Any, plan: Any, version: tuple[int, int]) -> Any:
+    with sampler() as made:
+        made.initialize(plan.agent(), seed=0)
+        samples, infos = made.obtain_samples(0)
+        return piece_of(samples.numpy().copy(), infos, version, actor)
+
+
+UNFIT: dict[str, Callable[[Any], Any]] = {
+    "no dict": lambda piece: "nonsense",
+    "no samples": lambda piece: {**piece, "samples": {}},
+    "a list": lambda piece: {**piece, "samples": {**piece["samples"], "env": [1]}},
+    "a field less": lambda piece: {**piece, "samples": {**piece["samples"], "agent": {}}},
+    "a number": lambda piece: {**piece, "samples": {**piece["samples"], "agent": {"action": 3}}},
+    "policies": lambda piece: {**piece, "policies": ["main"]},
+    "infos": lambda piece: {**piece, "infos": {"Return": np.zeros((2, 2))}},
+    "version": lambda piece: {**piece, "version": "1"},
+    "large version": lambda piece: {**piece, "version": 2**63},
+    "actor": lambda piece: {**piece, "actor": None},
+}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_pieces_that_do_not_fit_those_of_the_run_are_dropped_and_their_actors_end(
+    panel: ControlPanel, joined: Any, is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The actor with the lowest number is right, whoever comes first. The trainer goes on."""
+    plan = plan_of()
+    start(panel, trainer=partial(TrainerWorker, Training(Steps, batch=2), plan))
+    client = ParameterClient(joined[1], "policy")
+    client.first(lambda: False)
+    good = pieces_of("actor/0", SAMPLER, plan, client.version)
+    longer = partial(SerialSampler, "CartPole-v1", batch_T=16, batch_B=4)
+    other = partial(SerialSampler, "MountainCar-v0", batch_T=8, batch_B=4)
+    makers: dict[str, Any] = {"longer": longer, "other": other}
+    unfit = {
+        name: pieces_of("actor/1", sampler, plan_of() if name == "longer" else other_plan(other), client.version)
+        for name, sampler in makers.items()
+    }
+    unfit |= {name: change(good) for name, change in UNFIT.items()}
+
+    def put(piece: Any) -> SampleProducer:
+        producer = SampleProducer(*joined, "train", credit=100)
+        assert producer.put(piece, 10)
+        return producer
+
+    def n_unfit() -> int:
+        return int(panel.stats()["trainer/0"].get("unfit", 0))
+
+    if is_first:  # one that waits for a second piece is dropped as soon as the right one comes
+        put(unfit.pop("longer"))
+    put(good)
+    wait_until(lambda: n_unfit() == is_first)
+    for piece in unfit.values():
+        with pytest.raises(RequestError, match=r"does not fit those of actor/0|is no piece of samples"):
+            put(piece).flush(10)
+    wait_until(lambda: n_unfit() == len(unfit) + is_first)
+    assert panel.stats()["trainer/0"]["version"] == 1
+    put(good)
+    wait_until(lambda: panel.stats()["trainer/0"]["version"] == 2)
+    said = [record.getMessage() for record in caplog.records if "a piece of actor/1" in record.getMessage()]
+    assert len(said) == (1 if is_first else 2)
+    assert panel.get_worker_status("trainer/0") is Status.RUNNING
+
+
+def other_plan(sampler: Any) -> Any:
+    return Experiment("other", RandomAgent, Actors(1, sampler), Training(Steps), seed=0).plan()
 
 
 def test_a_piece_is_as_old_as_the_oldest_parameters_that_have_acted_in_it() -> None:
