@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,14 +123,12 @@ class Experiment:
                 "Actors(samples=...) and Training(stream=...) the same name"
             )
         plan = self.plan()
-        makers = self._makers(plan)
-        for name in self.actors.joining_names:
-            del makers[name]
+        joining = self.actors.joining_names
+        makers = {name: make for name, make in self._makers(plan).items() if name not in joining}
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
         opened = ControlPanel(self.name, trial, wire=wire, **panel)
         facts = {"seed": plan.seed, "actors": self._facts(plan) if self.actors.joining else {}}
-        joining = self.actors.joining_names
         return RunningExperiment(opened, makers, max_restarts, timeouts, resources, joining, facts)
 
     def join(
@@ -325,7 +324,7 @@ class RunningExperiment(Closing):
     ) -> None:
         self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
         (self._hang_timeout, self._close_timeout), self._joining = timeouts, joining
-        self._n_joined = dict.fromkeys(joining, 0)  # how often each was lost
+        self._n_begun = Counter[str]()  # how often each worker was configured
         #: How often each worker was started again.
         self.restarts = dict.fromkeys(makers, 0)
         self._n_in_row = dict.fromkeys(makers, 0)  # failures of each worker
@@ -342,7 +341,7 @@ class RunningExperiment(Closing):
                 for name, error in self._step().items():
                     if not self.restarts[name]:
                         raise error
-                    self._restart(name, str(error))
+                    self._fail(name, str(error))
                 self._watch_all(panel.stats(makers))  # the others may wait for one that has failed
                 time.sleep(_STEP_SECONDS)
         except BaseException:
@@ -389,10 +388,7 @@ class RunningExperiment(Closing):
             poll_at = time.monotonic() + _POLL_SECONDS
             while (left := poll_at - time.monotonic()) > 0:
                 for name, error in self._step().items():
-                    if name in self._joining:
-                        self._dismiss(name, error)
-                    else:
-                        self._restart(name, str(error))
+                    self._fail(name, str(error))
                 time.sleep(min(left, _STEP_SECONDS))
 
     def close(self) -> None:
@@ -428,31 +424,30 @@ class RunningExperiment(Closing):
                 self._watch(name, figures)
 
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
-        """Start a worker again if it has failed, or was silent for too long."""
-        status, now = figures["status"], time.monotonic()
-        if name in self._joining:
-            if status == Status.READY.value:  # it has joined
-                self._starting[name] = self._begin(name)
-            elif status in _FAILED and name in self._up_since:
-                del self._up_since[name]
-                self._n_joined[name] += 1
-                _log.warning(
-                    "worker %s, which had joined, is lost, the run goes on without it: %s", name, _why(figures)
-                )
-            return None
-        if status in _FAILED:
-            return self._restart(name, _why(figures))
-        if status != Status.UNRESPONSIVE.value:
+        """Let a worker begin that has joined. Start one again that has failed, or was silent for too long."""
+        status, now, is_ours = figures["status"], time.monotonic(), name in self._makers
+        if status in _FAILED and (is_ours or name in self._up_since):
+            return self._fail(name, _why(figures))
+        if status == Status.READY.value and not is_ours:
+            self._starting[name] = self._begin(name)
+        elif status != Status.UNRESPONSIVE.value or not is_ours:
             self._silent_since.pop(name, None)
         elif name not in self._silent_since:
             self._silent_since[name] = now
             _log.warning("worker %s lives, but does not answer. What it does:\n%s", name, self.panel.stacks(name))
         elif now - self._silent_since[name] > self._hang_timeout and not name.startswith("trainer/"):
-            self._restart(name, f"it did not answer for hang_timeout={self._hang_timeout:g} s")
+            self._fail(name, f"it did not answer for hang_timeout={self._hang_timeout:g} s")
         return None
 
-    def _restart(self, name: str, reason: str) -> None:
-        """A worker has failed: start it again, if it may be."""
+    def _fail(self, name: str, reason: str) -> None:
+        """A worker has failed: start it again, if it may be. Another machine may let its own join again."""
+        if name not in self._makers:
+            _log.warning("worker %s, which has joined, has failed, and the run goes on: %s", name, reason)
+            self._up_since.pop(name, None)
+            if self._starting.pop(name, None) is not None:  # otherwise it may go on, if its link comes back
+                with contextlib.suppress(PeerLostError):  # it has ended already
+                    self.panel.async_request(name, "exit")
+            return
         now, n_suspensions = time.monotonic(), self.panel.count_suspensions()
         if now - self._up_since.pop(name, now) > _SOUND_SECONDS:
             self._n_in_row[name] = 0
@@ -475,13 +470,6 @@ class RunningExperiment(Closing):
                 self._starting[other] = self._start(other, most=self._close_timeout)
         self._silent_since.pop(name, None)
         self._starting[name] = self._start(name, 0.0 if n <= 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
-
-    def _dismiss(self, name: str, error: ClusterError) -> None:
-        """A worker that has joined cannot start. It may join again."""
-        _log.warning("worker %s has joined, but cannot start: %s", name, str(error))
-        self._starting.pop(name, None)
-        with contextlib.suppress(PeerLostError):  # it has ended already
-            self.panel.async_request(name, "exit")
 
     def _step(self) -> dict[str, ClusterError]:
         """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
@@ -528,7 +516,7 @@ class RunningExperiment(Closing):
         while not self._has_what_it_needs(base):
             self.panel.require_alive(name)
             yield
-        lives = self.restarts.get(name, self._n_joined.get(name, 0))
+        lives, self._n_begun[name] = self._n_begun[name], self._n_begun[name] + 1
         if base == "trainer":  # they are one group
             lives = sum(n for other, n in self.restarts.items() if other.startswith("trainer/"))
         for command, kwargs in (("configure", {} if base == "policy" else {"generation": lives}), ("start", {})):
