@@ -286,10 +286,10 @@ class Experiment:
         if policies is not None:
             for i in range(policies.count):
                 makers[f"policy/{i}"] = partial(PolicyWorker, policies, plan)
-        # How many pieces of an actor are under way. With max_staleness, a piece is under way until it was trained on.
-        # All together are no more than what the trainer takes in max_staleness + 1 steps (3 steps keep everybody busy),
-        # but enough for one batch.
-        n, size, stale = actors.count + actors.joining, training.batch * training.count, training.max_staleness
+        # How many pieces of an actor are under way to each trainer. With max_staleness, a piece is under way until it
+        # was trained on. All together are no more than what a trainer takes in max_staleness + 1 steps (3 steps keep
+        # everybody busy), but enough for one batch.
+        n, size, stale = actors.count + actors.joining, training.batch, training.max_staleness
         credit = 3 if stale is None else max(-(-size // n), min(stale + 1, 3) * size // n)
         for i in range(n):
             makers[f"actor/{i}"] = partial(ActorWorker, actors, plan, rank=i, world_size=n, credit=credit)
@@ -345,7 +345,8 @@ class RunningExperiment(Closing):
                 self._watch_all(panel.stats(makers))  # the others may wait for one that has failed
                 time.sleep(_STEP_SECONDS)
         except BaseException:
-            panel.close()
+            with contextlib.suppress(ClusterError):
+                self.close()
             raise
 
     def state(self) -> RunState:
@@ -401,8 +402,9 @@ class RunningExperiment(Closing):
         trainers = [name for name in self._up_since if name.startswith("trainer/")]
         figures = self.panel.names.newest("figures/trainer/0")
         self.panel.close(longer=dict.fromkeys(trainers, self._close_timeout), hang_timeout=self._hang_timeout)
-        for name in ["trainer/0", *trainers]:
-            if (error := self.panel.failed_at_end.pop(name, None)) is not None:
+        errors = {name: self.panel.failed_at_end.pop(name, None) for name in ["trainer/0", *trainers]}
+        for name, error in errors.items():
+            if error is not None:
                 known = figures[0] if figures is not None else {}
                 version, saved = (int(known.get(key, 0)) for key in ("version", "saved"))  # some time ago
                 raise ClusterError(
