@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.buffers.reports import in_one_line
 from penstock.errors import ClusterError
 
 MOST_BYTES = 256 * 2**20  #: of one array
@@ -30,6 +31,20 @@ _own = threading.local()
 
 class BadMessageError(ClusterError):
     """A message cannot cross a wire, or what came over a wire is no message."""
+
+
+def sendable(text: str) -> str:
+    """`text` without what UTF-8 does not have: the bytes of a file name that is not UTF-8 are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def describe(error: BaseException) -> str:
+    """Class and message of an exception, as text that can be sent, even if its message raises."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException:  # as `in_one_line`, which then says so
+        text = in_one_line(error)
+    return sendable(text)
 
 
 def packer() -> Any:

@@ -56,7 +56,7 @@ class ParameterServer(NamedInbox):
     """
 
     def __init__(self, wire: Node, names: NameClient, name: str) -> None:
-        super().__init__(wire, names, f"parameters/{name}")
+        super().__init__(wire, names, f"parameters/{name}", repeatable=True)
         self._wire = wire
         #: Which life of a trainer this is. A version is (lineage, number).
         self.lineage = int(wire.id, 16)
@@ -118,7 +118,7 @@ class ParameterClient:
         self._waiting: list[Call] = []
         #: The version that was returned last: lineage and number. The first number is 1.
         self.version = (0, 0)
-        self._inbox = wire.open(f"parameters/{name}/{next(wire.numbers)}", self._pass_on)
+        self._inbox = wire.open(f"parameters/{name}/{next(wire.numbers)}", self._pass_on, repeatable=True)
         #: Where others ask it for parameters: address, node id and name of the inbox.
         self.place = [wire.address, wire.id, self._inbox.name]
 

@@ -64,8 +64,8 @@ class Inboxes:
 class NamedInbox:
     """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended."""
 
-    def __init__(self, wire: Node, names: NameClient, key: str) -> None:
-        self._names, self._key, self._inbox = names, key, wire.open(key)
+    def __init__(self, wire: Node, names: NameClient, key: str, *, repeatable: bool = False) -> None:
+        self._names, self._key, self._inbox = names, key, wire.open(key, repeatable=repeatable)
         try:
             names.announce(key, self._inbox, replace=True)
         except BaseException:

@@ -98,7 +98,8 @@ def test_hostile_frames_of_somebody_with_the_key(keys: Connection, wire: Node, t
     for number in range(N_FRAMES):
         kind = rng.choice([REQUEST, REQUEST, REQUEST, GONE, REPLY, 99, -1, "x", None])
         target, inbox = rng.choice(["", "other", wire.id]), rng.choice(["echo", "echo", "nobody", "x" * 2000])
-        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, rng.choice([0, number, 2**62, -5])]
+        counts = rng.choice([0, number, 2**62, -5]), rng.choice([0, number, 2**63])
+        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, *counts]
         head = rng.choice([msgpack.packb(header)] * 3 + [bomb, rng.randbytes(30), b"\x91" * 5000, b""])
         frames = to_frames(head, bodies(rng, bomb))
         dealer.send_multipart(frames if rng.random() < 0.9 else [head, *frames])
@@ -123,7 +124,7 @@ def test_nobody_gets_in_without_the_key(keys: Connection, wire: Node, client: st
         dealer.curve_publickey, dealer.curve_secretkey = public, secret
     dealer.connect(wire.address)
     for number in range(20):
-        header = msgpack.packb([REQUEST, "", "echo", "stranger", number, 0])
+        header = msgpack.packb([REQUEST, "", "echo", "stranger", number, 0, 0])
         dealer.send_multipart(to_frames(header, encode("let me in")))
     assert_answers(keys, wire)
     assert dealer.poll(300) == 0  # no answer

@@ -634,6 +634,53 @@ def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogC
     assert "mistaken/0 has failed" in caplog.text
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("data_\udcff"), r"ValueError: data_\udcff"),
+        (Unprintable(), "Unprintable: (its message could not be formatted: RuntimeError)"),
+        (SystemExit("data_\udcff"), r"SystemExit: data_\udcff"),
+    ],
+    ids=["surrogate", "unprintable", "exit"],
+)
+def test_an_error_whose_text_cannot_be_sent_or_made_ends_no_server_and_shows(
+    local: ControlPanel, caplog: pytest.LogCaptureFixture, error: BaseException, text: str
+) -> None:
+    closed = list[bool]()
+
+    class Fails(Counter):
+        def _configure(self) -> None:  # type: ignore[override]
+            super()._configure(fail_at=5)
+            for urgent in (True, False):
+                self.register_handler(f"fail {urgent}", self.fail, urgent=urgent)
+
+        def fail(self) -> None:
+            raise error
+
+        _poll = fail  # type: ignore[assignment]
+
+        def _close(self) -> None:
+            closed.append(True)
+
+    local.launch(Fails)
+    local.connect()
+    local.request("fails/0", "configure")
+    for urgent in (True, False) if isinstance(error, Exception) else (True,):
+        with pytest.raises(RequestError) as caught:
+            local.request("fails/0", f"fail {urgent}")
+        assert text in str(caught.value)
+    assert local.request("fails/0", "status") == "READY"
+    local.request("fails/0", "start")
+    wait_until(lambda: local.stats()["fails/0"]["status"] == "ERROR")
+    assert local.stats()["fails/0"]["text"].endswith(text)
+    assert closed == [True]
+
+
 @needs_zmq
 def test_a_panel_that_has_ended_is_named() -> None:
     keys = Connection.make("test/names")
