@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,15 +44,33 @@ class MetricsSink(Closing):
 
 
 class JsonLines(MetricsSink):
-    """Appends one line of JSON each time: `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`."""
+    """Appends one line of JSON each time: `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`.
+
+    `write` raises `ConfigError` if the path is a link, or a file of another user, who could have planted it there.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
 
     def write(self, state: RunState) -> None:
         figures = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
+        with open(self._path, "a", encoding="utf-8", opener=_open_own) as file:
+            file.write(json.dumps(figures, default=str) + "\n")
+
+
+def _open_own(path: str, flags: int) -> int:
+    """As `os.open`, but only what is this user's own file: somebody else may have planted a link in this folder."""
+    try:
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe
+            raise
+    else:
+        facts = os.fstat(opened)
+        if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and facts.st_nlink == 1:
+            return opened
+        os.close(opened)
+    raise ConfigError(f"{path} is a link, no file, or not your own: give the path of a file of yours for the figures")
 
 
 class TensorBoard(MetricsSink):

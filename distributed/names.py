@@ -7,6 +7,7 @@ if there are more than 75 owners. The answer has the names that the owner follow
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import uuid
@@ -28,6 +29,16 @@ _BEAT_SECONDS = 0.5
 _MOST_BEATS = 150  # a second, of all owners, as long as each has one within `_LONGEST_SECONDS`
 _LONGEST_SECONDS = 10.0  # a third of the silence after which a worker ends
 _RETRY_SECONDS = 0.25  # after a beat that has failed
+
+
+def natural(name: str) -> tuple[list[Any], str]:
+    """For sorting: `w/10` comes after `w/9`."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", name))], name
+
+
+def is_place(value: object) -> bool:
+    """Whether the value of a name is where an inbox is: address, node id and name of the inbox."""
+    return isinstance(value, list) and [*map(type, value)] == [str, str, str]
 
 
 class NameTable:
@@ -280,12 +291,14 @@ class NameClient:
         return int(self._call("clear", root=root))
 
     def find(self, root: str = "") -> dict[str, Any]:
-        """All names at `root` and below, with their values, sorted by name."""
+        """All names at `root` and below, with their values, sorted by name. A value that is no message is left out."""
         entries: dict[str, Any] = {}
         after: str | None = ""
         while after is not None:
             page, after = self._call("find", roots=[root], after=after)
-            entries |= {key: decode([value]) for key, value in page.items()}
+            for key, value in page.items():
+                with contextlib.suppress(BadMessageError):
+                    entries[key] = decode([value])
         return entries
 
     def get(self, key: str) -> Any:
@@ -364,9 +377,8 @@ class NameClient:
             raise self._silent(self.timeout)
 
     def followed(self, root: str) -> dict[str, Any]:
-        """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
-        entries: Mapping[str, Any] = self._found if self._own is None else self._own.entries
-        return {key: self._value(key, entry[0]) for key in self.keys(root) if (entry := entries.get(key)) is not None}
+        """As `find`, without asking the table. Call `follow` before."""
+        return {key: found[0] for key in self.keys(root) if (found := self.newest(key)) is not None}
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
@@ -375,14 +387,19 @@ class NameClient:
         return sorted(key for key in entries if not root or key == root or key.startswith(below))
 
     def newest(self, key: str) -> tuple[Any, float] | None:
-        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
+        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist, or its
+        value is no message."""
         entry: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
-        return None if entry is None else (self._value(key, entry[0]), time.monotonic() - entry[-1])
-
-    def _value(self, key: str, packed: bytes) -> Any:
-        if (known := self._values.get(key)) is None or known[0] is not packed:
-            self._values[key] = known = packed, decode([packed])
-        return known[1]
+        if entry is None:
+            self._values.pop(key, None)
+            return None
+        if (known := self._values.get(key)) is None or known[0] is not entry[0]:
+            try:
+                known = entry[0], decode([entry[0]])
+            except BadMessageError:
+                return None
+            self._values[key] = known
+        return known[1], time.monotonic() - entry[-1]
 
     def _beat_soon(self) -> None:
         self._next = 0.0

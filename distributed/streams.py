@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 from penstock.arguments import integer, one_of
-from penstock.distributed.names import NameClient
+from penstock.distributed.names import NameClient, is_place
 from penstock.distributed.wire import Call, Node, Peer
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
@@ -48,7 +48,7 @@ class Inboxes:
             return [peer for peer in self._live if not peer.is_dead]
 
     def _look(self) -> None:
-        places = self._names.followed(self._root)
+        places = {key: place for key, place in self._names.followed(self._root).items() if is_place(place)}
         for key, place in places.items():
             old = self._peers.get(key)
             if old is None or old.is_dead or old.place != list(place):

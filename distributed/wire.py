@@ -11,10 +11,12 @@ CURVE encrypts everything. Without the client key of the trial, no connection is
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import queue
 import select
+import socket
 import threading
 import time
 import uuid
@@ -28,9 +30,9 @@ import msgpack
 import zmq
 from zmq.utils import z85
 
-from penstock.arguments import integer
+from penstock.arguments import integer, must_be
 from penstock.buffers.reports import format_exception
-from penstock.distributed.messages import MOST_BYTES, BadMessageError, decode, describe, encode, packer, sendable
+from penstock.distributed.messages import BadMessageError, decode, describe, encode, packer, sendable
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.workers import sigint
 
@@ -53,6 +55,7 @@ _MOST_WAITING = 10_000  # requests of one inbox without a reply; more are refuse
 _MOST_SENDERS = 2**16  # that a node remembers; others are refused
 _MOST_KEPT, _MOST_KEPT_BYTES = 2**16, 2**30  # replies that a node keeps; with more, it forgets the oldest
 _FORGET_SECONDS = 600.0  # a sender that was silent for so long, and has all answers, is forgotten
+_MOST_FRAME = 2**20  # bytes: no frame of a message has as many, also not one with a header
 _MOST_PACKETS = 100  # of one socket, before the others have their turn
 # In milliseconds. Who asks sends a heartbeat after the first of these times, and gives the connection up if no answer
 # comes within the second. Who is asked expects the next one within the last. They are long: on a busy machine
@@ -293,11 +296,8 @@ class Node:
     fan = 4  #: to how many others it sends a large message, before these send it on
 
     def __init__(self, keys: Connection, host: str, port: int) -> None:
-        if host in ("", "*", "0.0.0.0", "::"):
-            raise ConfigError(
-                f"host={host!r} would open a port on every network of this machine: give the address of one network"
-            )
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
+        own = _own_address(host)
         self.id, self.lock, self._keys, self.is_closed = uuid.uuid4().hex[:12], threading.RLock(), keys, False
         #: Seconds that pass while this process runs: those in which it was suspended do not count.
         self.clock = 0.0
@@ -316,7 +316,7 @@ class Node:
         self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
         self._router, self._caller = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
         try:
-            self._open_sockets(f"tcp://{host}:{port or '*'}")
+            self._open_sockets(f"tcp://{own}:{port or '*'}")
         except zmq.ZMQError as error:
             self._release()
             raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
@@ -329,8 +329,8 @@ class Node:
         keys, router, caller = self._keys, self._router, self._caller
         self._zap, self._monitor = self._context.socket(zmq.REP), self._context.socket(zmq.PAIR)
         self._zap.bind("inproc://zeromq.zap.01")  # here ZeroMQ asks which clients may connect
-        for socket in (router, caller):
-            socket.linger, socket.maxmsgsize, socket.sndhwm = _LINGER, MOST_BYTES + 2**20, 0
+        for each in (router, caller):
+            each.linger, each.maxmsgsize, each.sndhwm = _LINGER, _MOST_FRAME, 0
         router.curve_server, router.zap_domain, router.probe_router = True, b"penstock", True
         router.curve_publickey, router.curve_secretkey = keys.server_public.encode(), keys.server_secret.encode()
         caller.curve_publickey, caller.curve_secretkey = keys.client_public.encode(), keys.client_secret.encode()
@@ -340,6 +340,7 @@ class Node:
         caller.monitor("inproc://connections", zmq.EVENT_DISCONNECTED)
         self._monitor.rcvhwm = 0  # otherwise ZeroMQ's thread could wait for this one
         self._monitor.connect("inproc://connections")
+        router.ipv6 = "[" in endpoint
         router.bind(endpoint)
         self._sources = {source.fileno(): source for source in (self._zap, router, caller, self._monitor)}
         self._used.update(self._sources.values())  # they signal once somebody has found them empty
@@ -470,7 +471,7 @@ class Node:
             self._has_connected(line.route)
         else:
             with contextlib.suppress(zmq.ZMQError):  # no address: it is never up
-                self._caller.connect_routing_id = line.route
+                self._caller.connect_routing_id, self._caller.ipv6 = line.route, "[" in line.address
                 self._caller.connect(_endpoint(line.address))
 
     def _disconnect(self, line: Line) -> None:
@@ -623,6 +624,28 @@ class Node:
             for number in [number for number, reply in sender.replies.items() if reply is None]:
                 self.send(sender.route, (GONE, "", name, key, number, 0, 0), [b""])
             self._forget_sender(key)
+
+
+def _own_address(host: str) -> str:
+    """Where a node listens, as ZeroMQ writes it. Raises `ConfigError` for every network at once, in any spelling."""
+    must_be("host", host, isinstance(host, str), "an address or a name of this machine")
+    name = host.strip("[]")
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name or "0", None, type=socket.SOCK_STREAM)]
+    except (OSError, ValueError) as error:  # ValueError: it cannot be a name
+        if name in (interface for _, interface in socket.if_nameindex()):
+            return name
+        if name == "*":
+            found = ["0.0.0.0"]
+        else:
+            raise ConfigError(f"cannot listen at host={host!r}: {error}") from error
+    addresses = [ipaddress.ip_address(each) for each in found]
+    if any((getattr(each, "ipv4_mapped", None) or each).is_unspecified for each in addresses):
+        raise ConfigError(
+            f"host={host!r} would open a port on every network of this machine: give the address of one network"
+        )
+    first = min(addresses, key=lambda each: each.version)
+    return str(first) if first.version == 4 else f"[{first}]"
 
 
 def to_frames(header: bytes, packed: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -168,11 +169,66 @@ def test_only_this_machine_can_connect_by_default() -> None:
         assert set(listening) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "203.0.113.7"])
-def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: str) -> None:
-    error = "cannot listen" if host == "203.0.113.7" else "give the address of one network"
+EVERY_NETWORK = [
+    "",
+    "*",
+    "0",
+    "0.0",
+    "0x0",
+    "00.0x0.0",
+    "000.000.000.000",
+    "0.0.0.0",
+    "::",
+    "[::]",
+    "0:0::0",
+    "::0.0.0.0",
+]
+MAPPED = ["::ffff:0.0.0.0", "::ffff:0:0", "[::FFFF:0.0.0.0]"]
+
+
+@pytest.mark.parametrize("host", [*EVERY_NETWORK, *MAPPED, "203.0.113.7", "no such.host", "x" * 70, "a\0b", 5, None])
+def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: Any) -> None:
+    is_every = host in (*EVERY_NETWORK, *MAPPED)
+    error = "give the address of one network" if is_every else "cannot listen at host=|host must be an address"
     with pytest.raises(ConfigError, match=error):
         replace(keys, host=host).wire()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "localhost", "lo", "::1", "[::1]"])
+def test_a_node_listens_at_one_address(keys: Connection, host: str) -> None:
+    if ":" in host:
+        with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+            try:
+                probe.bind(("::1", 0))
+            except OSError:
+                pytest.skip("this machine has no IPv6")
+    with contextlib.closing(replace(keys, host=host).wire()) as node:
+        node.open("echo", lambda call: call.reply(call.message))
+        assert node.address.startswith("tcp://[::1]:" if ":" in host else "tcp://127.0.0.1:")
+        assert_answers(keys, node)
+
+
+def test_somebody_with_the_key_who_never_acknowledges_takes_a_bounded_memory(
+    keys: Connection, wire: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.distributed.wire._MOST_KEPT", 100)
+    monkeypatch.setattr("penstock.distributed.wire._MOST_SENDERS", 5)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
+        text.encode() for text in (keys.server_public, keys.client_public, keys.client_secret)
+    )
+    dealer.connect(wire.address)
+    n = 1000
+    for number in range(n):
+        header = msgpack.packb([REQUEST, "", "echo", f"sender {number % 10}", number, 0, 0])
+        dealer.send_multipart(to_frames(header, encode("x" * 1000)))
+        assert dealer.poll(10_000)
+        dealer.recv_multipart()
+    assert len(wire.senders) == 5
+    assert wire._kept_bytes <= 100 * 1010
+    assert sum(len(sender.replies) for sender in wire.senders.values()) == len(wire._kept) == 100
+    context.destroy(linger=0)
 
 
 def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:

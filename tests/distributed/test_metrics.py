@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -37,6 +39,18 @@ def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:
             metrics.write(state)
     lines = [json.loads(line) for line in (tmp_path / "figures").read_text().splitlines()]
     assert lines == [{"version": s.version, "seconds": s.seconds, "workers": dict(s.workers)} for s in STATES]
+
+
+@pytest.mark.parametrize("plant", [os.symlink, os.link, lambda source, link: os.mkfifo(link)])
+def test_figures_go_into_no_file_that_somebody_has_planted(tmp_path: Path, plant: Any) -> None:
+    diary = tmp_path / "diary"
+    diary.write_text("mine")
+    plant(diary, tmp_path / "figures")
+    with pytest.raises(ConfigError, match="figures is a link, no file, or not your own: give the path of a file"):
+        JsonLines(tmp_path / "figures").write(STATES[0])
+    assert diary.read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "no folder" / "figures").write(STATES[0])
 
 
 @pytest.mark.slow

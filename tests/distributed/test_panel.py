@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.__main__ import main
-from penstock.distributed import ControlPanel, PollResult, Status, Worker, role
+from penstock.distributed import ControlPanel, PollResult, SampleProducer, Status, Worker, role
 from penstock.distributed import names as names_module
 from penstock.distributed.keys import Connection
 from penstock.distributed.messages import BadMessageError
@@ -182,7 +183,13 @@ def test_a_large_group(local: ControlPanel) -> None:
     local.group_request("configure", names=hung, kwargs={"sleep": 1.5})
     local.group_request("start", names=hung)
     configured = local.group_request("configure", regex="counter/.*", kwargs=[{"step": i} for i in range(n)])
-    assert [response.worker_name for response in configured] == sorted(names)
+    assert [response.worker_name for response in configured] == names, "counter/10 comes after counter/9"
+    assert [local.request(name, "add", n=0) for name in names[9:12]] == [0, 0, 0]
+    assert local.worker_names == [*names, *hung]
+    for known in (local.pulse(), local.stats(), local.autoconnect()):
+        assert list(known) == [*names, *hung]
+    shown = [line.split()[0] for line in local.table().splitlines()[1:]]
+    assert shown == [*names, *hung]
     assert all(response.is_ok for response in configured)
     adds = local.group_request("add", names=names, kwargs=[{"n": i} for i in range(n)], timeout=20)
     assert [response.result for response in adds] == list(range(n))
@@ -603,9 +610,90 @@ def test_arguments_of_a_request_are_checked(local: ControlPanel) -> None:
             local.request(names[0], "ping", timeout=timeout)
     with pytest.raises(ConfigError, match="1 kwargs for 2 workers: counter/0, counter/1"):
         local.group_request("ping", kwargs=[{}])
+    for wrong in (5, "ab", [{}, 5], {1, 2}):
+        with pytest.raises(ConfigError, match="kwargs must be a dict, or a list with one dict for each worker"):
+            local.group_request("ping", kwargs=wrong)  # type: ignore[arg-type]
+    for wrong, error in (("(", "is no regular expression: missing"), ("*", "is no regular expression"), (3, "must be")):
+        with pytest.raises(ConfigError, match=f"regex.*{error}"):
+            local.group_request("ping", regex=wrong)  # type: ignore[arg-type]
     for call in (local.pulse, local.stats, local.connect, lambda names: local.group_request("ping", names=names)):
         with pytest.raises(ConfigError, match=r"names must be a list of names, got 'a/0': write \['a/0'\]"):
             call("a/0")
+        for wrong in (5, [5]):
+            with pytest.raises(ConfigError, match=r"names must be a list of names, got 5|a name must be text, got 5"):
+                call(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"name": 3}, "name must be a name such as 'worker', got 3"),
+        ({"name": ""}, "name must be a name such as 'worker', got ''"),
+        ({"name": "a//b"}, "name must be a name such as"),
+        ({"first": -1}, "first must be an integer of at least 0, got -1"),
+        ({"first": "0"}, "first must be an integer"),
+        ({"count": 1.0}, "count must be an integer"),
+        ({"resources": 3}, "resources must be a dict such as"),
+    ],
+)
+def test_arguments_of_launch_are_checked(local: ControlPanel, option: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        local.launch(Counter, **option)
+    assert local.worker_names == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"file": 3}, "file must be the path of a file, got 3"),
+        ({"file": ""}, "file must be the path of a file, got ''"),
+        ({"host": 3}, "host must be an address of this machine, got 3"),
+        ({"experiment": 3}, "experiment must be a name, got 3"),
+        ({"experiment": ""}, "experiment must be a name, got ''"),
+        ({"trial": None}, "trial must be a name, got None"),
+    ],
+)
+def test_arguments_of_a_panel_are_checked(arguments: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        ControlPanel(**{"experiment": "test", "wire": "zmq", **arguments})
+
+
+def test_names_with_strange_values_concern_nobody(local: ControlPanel) -> None:
+    """Somebody has written them with the key, or by mistake: a worker, a figure, a status, a consumer of a stream."""
+    (name,) = started(local)
+    with ControlPanel.join(local.connection) as other, contextlib.closing(local.connection.wire()) as wire:
+        producer = SampleProducer(wire, NameClient(wire, local.connection.address), "train")
+        before = wire.open("streams/train/b"), producer._consumers._names
+        before[1].announce("streams/train/b", before[0])
+        values = [5, None, [], ["a", "b"], [1, 2, 3], {"x": 1}, {"status": 5}, "text", [5, 5], ["READY", 5], ["?", "?"]]
+        for root in ("workers", "figures", "status", "streams/train"):
+            for i, value in enumerate(values):
+                other.names.add(f"{root}/strange/{i}", value)
+            local.names._own.add(f"{root}/strange/none", b"\xc1", "stranger")  # type: ignore[union-attr]
+        other.names.add(f"{root}/{name}/below", 5)
+        wait_until(lambda: len(other.names.keys("status")) == len(values) + 1)
+        assert producer.put("piece", 10)
+        for panel in (local, other):
+            assert panel.autoconnect() == [name]
+            assert panel.connect([name]) == [name]
+            assert panel.pulse() == {name: Status.RUNNING}
+            assert panel.get_worker_status("strange/9") is Status.UNKNOWN
+            assert panel.stats()[name]["status"] == "RUNNING"
+            assert name in panel.table()
+            assert panel.names.find("status/strange/none") == panel.names.followed("status/strange/none") == {}
+            with pytest.raises(NameTableError, match="there is no name 'status/strange/none'"):
+                panel.names.get("status/strange/none")
+
+
+def test_a_worker_with_a_strange_status_is_unresponsive(local: ControlPanel) -> None:
+    with contextlib.closing(local.connection.wire()) as wire:
+        names = NameClient(wire, local.connection.address)
+        answers: list[Any] = ["?", None, np.zeros(3), ["READY"]]
+        inbox = wire.open("strange", lambda call: call.reply(answers[0]))
+        names.announce("workers/strange", inbox)
+        while answers:
+            assert local.pulse() == {"strange": Status.UNRESPONSIVE}
+            answers.pop(0) if len(answers) > 1 else answers.clear()
 
 
 def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogCaptureFixture) -> None:
