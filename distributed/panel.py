@@ -332,7 +332,7 @@ class ControlPanel(Closing):
             figures = "  ".join(
                 f"{key}={value:.6g}" if isinstance(value, int | float) else f"{key}={value}"
                 for key, value in facts.items()
-                if key != "status" and (value or not isinstance(value, str))
+                if key != "status" and not (isinstance(value, str) and not value)
             )
             lines.append(f"{name:<24}{facts['status']:<13}{figures}")
         return "\n".join(lines)

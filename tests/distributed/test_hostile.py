@@ -169,27 +169,15 @@ def test_only_this_machine_can_connect_by_default() -> None:
         assert set(listening) == {"127.0.0.1"}
 
 
-EVERY_NETWORK = [
-    "",
-    "*",
-    "0",
-    "0.0",
-    "0x0",
-    "00.0x0.0",
-    "000.000.000.000",
-    "0.0.0.0",
-    "::",
-    "[::]",
-    "0:0::0",
-    "::0.0.0.0",
-]
-MAPPED = ["::ffff:0.0.0.0", "::ffff:0:0", "[::FFFF:0.0.0.0]"]
+EVERY_NETWORK = ["", "*", "0", "0.0", "0x0", "00.0x0.0", "000.000.000.000", "0.0.0.0"]
+EVERY_NETWORK += ["::", "[::]", "0:0::0", "::0.0.0.0", "::ffff:0.0.0.0", "::ffff:0:0", "[::FFFF:0.0.0.0]"]
 
 
-@pytest.mark.parametrize("host", [*EVERY_NETWORK, *MAPPED, "203.0.113.7", "no such.host", "x" * 70, "a\0b", 5, None])
+@pytest.mark.parametrize("host", [*EVERY_NETWORK, "203.0.113.7", "no such.host", "x" * 70, "a\0b", 5, None])
 def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: Any) -> None:
-    is_every = host in (*EVERY_NETWORK, *MAPPED)
-    error = "give the address of one network" if is_every else "cannot listen at host=|host must be an address"
+    error = (
+        "give the address of one network" if host in EVERY_NETWORK else "cannot listen at host=|host must be an address"
+    )
     with pytest.raises(ConfigError, match=error):
         replace(keys, host=host).wire()
 

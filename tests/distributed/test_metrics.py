@@ -49,6 +49,8 @@ def test_figures_go_into_no_file_that_somebody_has_planted(tmp_path: Path, plant
     with pytest.raises(ConfigError, match="figures is a link, no file, or not your own: give the path of a file"):
         JsonLines(tmp_path / "figures").write(STATES[0])
     assert diary.read_text() == "mine"
+    JsonLines(tmp_path / "own").write(RunState(1, 1.0, {"a": {"status": "RUNNING", "strange": np.zeros(2)}}))
+    assert json.loads((tmp_path / "own").read_text())["workers"]["a"]["strange"] == "[0. 0.]"
     with pytest.raises(FileNotFoundError):
         JsonLines(tmp_path / "no folder" / "figures").write(STATES[0])
 

@@ -137,7 +137,7 @@ class TestContract:
         error = r"have 2 MiB, and at most 1 MiB can cross a wire at once: .* a smaller batch_T or batch_B of the actors"
         with pytest.raises(BadMessageError, match=error):
             peer.ask([np.zeros(2**20, np.uint8)] * 2, 20)
-        with pytest.raises(BadMessageError, match="300,005 bytes beside its arrays, .* put long data into arrays"):
+        with pytest.raises(BadMessageError, match=r"300,005 bytes beside its arrays, .* put long data into arrays"):
             peer.ask("x" * 300_000, 20)
 
     @pytest.mark.parametrize(
