@@ -14,7 +14,6 @@ import uuid
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.distributed.messages import BadMessageError, decode, encode
@@ -184,18 +183,6 @@ class NameTable:
             self._delete(key)
 
 
-@dataclass(eq=False)
-class _Watch:
-    keys: list[str]
-    until: str  # "any" or "all": how many of the keys must be gone
-    seen: set[str]  # the keys that were in the table
-    gone: Future[Any] = field(default_factory=Future)
-
-    def left(self, entries: Mapping[str, Any]) -> list[str]:
-        self.seen |= entries.keys() & self.keys
-        return [key for key in self.keys if key in self.seen and key not in entries]
-
-
 class NameClient:
     """The name table, as one node sees it. Names that it adds stay for as long as the node is open.
 
@@ -215,7 +202,6 @@ class NameClient:
         self._roots: set[str] = set()
         self._found: dict[str, tuple[bytes, float]] = {}  # all names below the roots: value, when it came
         self._values: dict[str, tuple[bytes, Any]] = {}  # what was read last: packed, and unpacked
-        self._watches: list[_Watch] = []
         self._version = 0
         #: Seconds between two beats, as the table has said: they are seldom if there are many owners.
         self.pace = 0.0
@@ -227,7 +213,6 @@ class NameClient:
         self._after: str | None = ""
         self._asked: list[str] = []  # the roots
         self._since: list[Any] = ["", -1]
-        self._table = ""  # its id
         self._n_begun = self._n_done = 0  # rounds
         self._n_ended = -1  # how many leases have ended, as the table has said
         self._peer = self._reach()
@@ -315,16 +300,6 @@ class NameClient:
                 raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
             time.sleep(0.05)
         return entries[key]
-
-    def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
-        """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
-        itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
-        if until not in ("any", "all"):
-            raise NameTableError(f'until must be "any" or "all", got {until!r}')
-        self._follow(*keys)
-        with self._changed:
-            self._watches.append(watch := _Watch(list(keys), until, self._found.keys() & set(keys)))
-        return watch.gone
 
     def peer(self, key: str) -> Peer:
         """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
@@ -452,7 +427,6 @@ class NameClient:
 
     def _end_round(self) -> None:
         with self._changed:
-            is_other, self._table = self._table not in ("", self._first[0]), self._first[0]
             if self._asked == sorted(self._roots):
                 self._since = self._first
             if self._coming is not None:
@@ -463,19 +437,8 @@ class NameClient:
                 }
                 self._version += self._found != old
             self._left, self._n_done = None, self._n_begun
-            ended = [watch for watch in self._watches if is_other or _ends(watch, self._found)]
-            self._watches = [watch for watch in self._watches if watch not in ended]
             self._changed.notify_all()
-        for watch in ended:
-            if is_other:
-                watch.gone.set_exception(PeerLostError("the name table has ended"))
-            else:
-                watch.gone.set_result(watch.left(self._found))
         self._wire.do(self._tick)
-
-
-def _ends(watch: _Watch, entries: Mapping[str, Any]) -> bool:
-    return len(watch.left(entries)) >= (1 if watch.until == "any" else len(watch.keys))
 
 
 def _packed(key: str, value: object) -> bytes:

@@ -346,7 +346,6 @@ def test_the_name_table_may_end_and_come_again() -> None:
     inbox = mine.open("inbox")
     names.announce("workers/mine", inbox)
     names.add("status/mine", "READY", lasting=True)
-    watch = others.watch(["workers/mine"])
     peer = others.peer("workers/mine")
     threading.Thread(target=lambda: [call.reply("here") for _ in range(2) if (call := inbox.receive(30))]).start()
     assert peer.ask("", 10).result() == "here"
@@ -357,7 +356,6 @@ def test_the_name_table_may_end_and_come_again() -> None:
     host = NameTable(lambda: second.clock).serve(second)
     try:
         wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
-        assert not (watch.done() and watch.exception() is None), "the watch has fired"
     finally:
         mine.close()
         wait_until(lambda: sorted(others.find()) == ["status/mine"])  # its lease has run out
@@ -366,7 +364,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
         second.close()
 
 
-def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
+def test_waiting_for_a_name(local: ControlPanel) -> None:
     with contextlib.closing(local.connection.wire()) as wire:
         names = NameClient(wire, local.connection.address)
         with pytest.raises(NoReplyError, match=r"the name .late. was not added within 0\.1 s"):
@@ -377,13 +375,6 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
         timer.join()
         with pytest.raises(NameTableError, match="taken"):
             names.add("late", 6)
-        names.add("a", 1)
-        names.add("b", 2)
-        one, both = local.names.watch(["a", "b"]), local.names.watch(["a", "b"], until="all")
-        names.delete("a")
-        assert one.result(10) == ["a"]
-        assert not both.done()
-    assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out
 
 
 def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
