@@ -18,7 +18,7 @@ from penstock.distributed.pieces import piece_of, to_tree
 from penstock.distributed.policy_worker import AgentPlan
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL
-from penstock.distributed.streams import InferenceClient, Routing, SampleProducer
+from penstock.distributed.streams import InferenceClient, SampleProducer
 from penstock.errors import ConfigError, PenstockError
 from penstock.samplers import Sampler
 from penstock.samplers.seating import PolicyOf
@@ -34,8 +34,8 @@ class Actors:
     `bootstrap_value`, `policy_of` and `record` are those of `sampler.initialize`.
 
     With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
-    itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
-    `routing`. `resources` is what Ray reserves for each, such as `{"CPU": 2}`.
+    itself, with the newest parameters. `samples` is the name of the stream for the samples. `resources` is what Ray
+    reserves for each, such as `{"CPU": 2}`.
 
     `joining` more actors may join from other machines, at any time: `actor/count` and those after it, see
     `Experiment.join`.
@@ -45,7 +45,6 @@ class Actors:
     make_sampler: Callable[[], Sampler]
     inference: str | None = None
     samples: str = "train"
-    routing: Routing = "any"
     bootstrap_value: bool = True
     resources: Mapping[str, float] | None = None
     joining: int = 0
@@ -113,10 +112,7 @@ class ActorWorker(Worker):
                 generation=generation,
             )
             self._agent = StreamAgent(self._client)
-        stream, routing = self._actors.samples, self._actors.routing
-        self._producer = SampleProducer(
-            self.wire, self.names, stream, routing=routing, name=self.name, credit=self._credit
-        )
+        self._producer = SampleProducer(self.wire, self.names, self._actors.samples, credit=self._credit)
         # Whether a policy worker has recurrent state for this actor.
         self._is_recurrent = self._client is not None and by_policy(self._plan.make_agent())[""].recurrent
         self._begin_episodes()

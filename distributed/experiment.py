@@ -370,7 +370,7 @@ class RunningExperiment(Closing):
         Args:
             until: called four times a second.
             metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
-                `JsonLines`, `TensorBoard`, `Prometheus`, or several of these.
+                another `MetricsSink`, or several of these.
 
         Raises `ClusterError` if workers have failed too often: see `max_restarts`.
         """

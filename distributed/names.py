@@ -7,13 +7,13 @@ if there are more than 75 owners. The answer has the names that the owner follow
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import uuid
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.distributed.messages import BadMessageError, decode, encode
@@ -28,6 +28,16 @@ _BEAT_SECONDS = 0.5
 _MOST_BEATS = 150  # a second, of all owners, as long as each has one within `_LONGEST_SECONDS`
 _LONGEST_SECONDS = 10.0  # a third of the silence after which a worker ends
 _RETRY_SECONDS = 0.25  # after a beat that has failed
+
+
+def natural(name: str) -> tuple[list[Any], str]:
+    """For sorting: `w/10` comes after `w/9`."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", name))], name
+
+
+def is_place(value: object) -> bool:
+    """Whether the value of a name is where an inbox is: address, node id and name of the inbox."""
+    return isinstance(value, list) and [*map(type, value)] == [str, str, str]
 
 
 class NameTable:
@@ -176,18 +186,6 @@ class NameTable:
             self._delete(key)
 
 
-@dataclass(eq=False)
-class _Watch:
-    keys: list[str]
-    until: str  # "any" or "all": how many of the keys must be gone
-    seen: set[str]  # the keys that were in the table
-    gone: Future[Any] = field(default_factory=Future)
-
-    def left(self, entries: Mapping[str, Any]) -> list[str]:
-        self.seen |= entries.keys() & self.keys
-        return [key for key in self.keys if key in self.seen and key not in entries]
-
-
 class NameClient:
     """The name table, as one node sees it. Names that it adds stay for as long as the node is open.
 
@@ -207,7 +205,6 @@ class NameClient:
         self._roots: set[str] = set()
         self._found: dict[str, tuple[bytes, float]] = {}  # all names below the roots: value, when it came
         self._values: dict[str, tuple[bytes, Any]] = {}  # what was read last: packed, and unpacked
-        self._watches: list[_Watch] = []
         self._version = 0
         #: Seconds between two beats, as the table has said: they are seldom if there are many owners.
         self.pace = 0.0
@@ -219,7 +216,6 @@ class NameClient:
         self._after: str | None = ""
         self._asked: list[str] = []  # the roots
         self._since: list[Any] = ["", -1]
-        self._table = ""  # its id
         self._n_begun = self._n_done = 0  # rounds
         self._n_ended = -1  # how many leases have ended, as the table has said
         self._peer = self._reach()
@@ -283,12 +279,14 @@ class NameClient:
         return int(self._call("clear", root=root))
 
     def find(self, root: str = "") -> dict[str, Any]:
-        """All names at `root` and below, with their values, sorted by name."""
+        """All names at `root` and below, with their values, sorted by name. A value that is no message is left out."""
         entries: dict[str, Any] = {}
         after: str | None = ""
         while after is not None:
             page, after = self._call("find", roots=[root], after=after)
-            entries |= {key: decode([value]) for key, value in page.items()}
+            for key, value in page.items():
+                with contextlib.suppress(BadMessageError):
+                    entries[key] = decode([value])
         return entries
 
     def get(self, key: str) -> Any:
@@ -305,16 +303,6 @@ class NameClient:
                 raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
             time.sleep(0.05)
         return entries[key]
-
-    def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
-        """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
-        itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
-        if until not in ("any", "all"):
-            raise NameTableError(f'until must be "any" or "all", got {until!r}')
-        self._follow(*keys)
-        with self._changed:
-            self._watches.append(watch := _Watch(list(keys), until, self._found.keys() & set(keys)))
-        return watch.gone
 
     def peer(self, key: str) -> Peer:
         """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
@@ -367,9 +355,8 @@ class NameClient:
             raise self._silent(self.timeout)
 
     def followed(self, root: str) -> dict[str, Any]:
-        """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
-        entries: Mapping[str, Any] = self._found if self._own is None else self._own.entries
-        return {key: self._value(key, entry[0]) for key in self.keys(root) if (entry := entries.get(key)) is not None}
+        """As `find`, without asking the table. Call `follow` before."""
+        return {key: found[0] for key in self.keys(root) if (found := self.newest(key)) is not None}
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
@@ -378,14 +365,19 @@ class NameClient:
         return sorted(key for key in entries if not root or key == root or key.startswith(below))
 
     def newest(self, key: str) -> tuple[Any, float] | None:
-        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
+        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist, or its
+        value is no message."""
         entry: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
-        return None if entry is None else (self._value(key, entry[0]), time.monotonic() - entry[-1])
-
-    def _value(self, key: str, packed: bytes) -> Any:
-        if (known := self._values.get(key)) is None or known[0] is not packed:
-            self._values[key] = known = packed, decode([packed])
-        return known[1]
+        if entry is None:
+            self._values.pop(key, None)
+            return None
+        if (known := self._values.get(key)) is None or known[0] is not entry[0]:
+            try:
+                known = entry[0], decode([entry[0]])
+            except BadMessageError:
+                return None
+            self._values[key] = known
+        return known[1], time.monotonic() - entry[-1]
 
     def _beat_soon(self) -> None:
         self._next = 0.0
@@ -438,7 +430,6 @@ class NameClient:
 
     def _end_round(self) -> None:
         with self._changed:
-            is_other, self._table = self._table not in ("", self._first[0]), self._first[0]
             if self._asked == sorted(self._roots):
                 self._since = self._first
             if self._coming is not None:
@@ -449,19 +440,8 @@ class NameClient:
                 }
                 self._version += self._found != old
             self._left, self._n_done = None, self._n_begun
-            ended = [watch for watch in self._watches if is_other or _ends(watch, self._found)]
-            self._watches = [watch for watch in self._watches if watch not in ended]
             self._changed.notify_all()
-        for watch in ended:
-            if is_other:
-                watch.gone.set_exception(PeerLostError("the name table has ended"))
-            else:
-                watch.gone.set_result(watch.left(self._found))
         self._wire.do(self._tick)
-
-
-def _ends(watch: _Watch, entries: Mapping[str, Any]) -> bool:
-    return len(watch.left(entries)) >= (1 if watch.until == "any" else len(watch.keys))
 
 
 def _packed(key: str, value: object) -> bytes:

@@ -75,7 +75,7 @@ class ParameterServer(NamedInbox):
         self._waiting: list[Call] = []  # from those that have the newest version
         self._version: list[int] | None = None
         self._packed = list[Any]()  # once for all
-        super().__init__(wire, names, f"parameters/{name}", self._answer)
+        super().__init__(wire, names, f"parameters/{name}", self._answer, repeatable=True)
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""

@@ -88,11 +88,6 @@ def layout_of_piece(piece: Any) -> dict[str, str]:
     return {path.removeprefix("."): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in trees.leaves()}
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key for sorting: `actor/10` comes after `actor/9`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split("/")]
-
-
 def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
     """Join pieces along B."""
     policies = {}

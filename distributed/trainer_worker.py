@@ -15,8 +15,9 @@ from penstock.agents.agent import packed, unpacked
 from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
+from penstock.distributed.names import natural
 from penstock.distributed.parameters import ParameterServer, by_policy, read_parameters
-from penstock.distributed.pieces import Batch, batch_of, layout_of_piece, natural
+from penstock.distributed.pieces import Batch, batch_of, layout_of_piece
 from penstock.distributed.policy_worker import AgentPlan
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL, Status

@@ -105,7 +105,8 @@ def test_hostile_frames_of_somebody_with_the_key(keys: Connection, wire: Node, t
     for number in range(N_FRAMES):
         kind = rng.choice([REQUEST, REQUEST, REQUEST, GONE, REPLY, 99, -1, "x", None])
         target, inbox = rng.choice(["", "other", wire.id]), rng.choice(["echo", "echo", "nobody", "x" * 2000])
-        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, rng.choice([0, number, 2**62, -5])]
+        counts = rng.choice([0, number, 2**62, -5]), rng.choice([0, number, 2**63])
+        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, *counts]
         head = rng.choice([msgpack.packb(header)] * 3 + [bomb, rng.randbytes(30), b"\x91" * 5000, b""])
         frames = to_frames(head, bodies(rng, bomb))
         dealer.send_multipart(frames if rng.random() < 0.9 else [head, *frames])
@@ -130,7 +131,7 @@ def test_nobody_gets_in_without_the_key(keys: Connection, wire: Node, client: st
         dealer.curve_publickey, dealer.curve_secretkey = public, secret
     dealer.connect(wire.address)
     for number in range(20):
-        header = msgpack.packb([REQUEST, "", "echo", "stranger", number, 0])
+        header = msgpack.packb([REQUEST, "", "echo", "stranger", number, 0, 0])
         dealer.send_multipart(to_frames(header, encode("let me in")))
     assert_answers(keys, wire)
     assert dealer.poll(300) == 0  # no answer
@@ -174,11 +175,54 @@ def test_only_this_machine_can_connect_by_default() -> None:
         assert set(listening) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "203.0.113.7"])
-def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: str) -> None:
-    error = "cannot listen" if host == "203.0.113.7" else "give the address of one network"
+EVERY_NETWORK = ["", "*", "0", "0.0", "0x0", "00.0x0.0", "000.000.000.000", "0.0.0.0"]
+EVERY_NETWORK += ["::", "[::]", "0:0::0", "::0.0.0.0", "::ffff:0.0.0.0", "::ffff:0:0", "[::FFFF:0.0.0.0]"]
+
+
+@pytest.mark.parametrize("host", [*EVERY_NETWORK, "203.0.113.7", "no such.host", "x" * 70, "a\0b", 5, None])
+def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: Any) -> None:
+    error = (
+        "give the address of one network" if host in EVERY_NETWORK else "cannot listen at host=|host must be an address"
+    )
     with pytest.raises(ConfigError, match=error):
         replace(keys, host=host).wire()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "localhost", "lo", "::1", "[::1]"])
+def test_a_node_listens_at_one_address(keys: Connection, host: str) -> None:
+    if ":" in host:
+        with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+            try:
+                probe.bind(("::1", 0))
+            except OSError:
+                pytest.skip("this machine has no IPv6")
+    with contextlib.closing(replace(keys, host=host).wire()) as node:
+        node.open("echo", lambda call: call.reply(call.message))
+        assert node.address.startswith("tcp://[::1]:" if ":" in host else "tcp://127.0.0.1:")
+        assert_answers(keys, node)
+
+
+def test_somebody_with_the_key_who_never_acknowledges_takes_a_bounded_memory(
+    keys: Connection, wire: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.distributed.wire._MOST_KEPT", 100)
+    monkeypatch.setattr("penstock.distributed.wire._MOST_SENDERS", 5)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
+        text.encode() for text in (keys.server_public, keys.client_public, keys.client_secret)
+    )
+    dealer.connect(wire.address)
+    n = 1000
+    for number in range(n):
+        header = msgpack.packb([REQUEST, "", "echo", f"sender {number % 10}", number, 0, 0])
+        dealer.send_multipart(to_frames(header, encode("x" * 1000)))
+        assert dealer.poll(10_000)
+        dealer.recv_multipart()
+    assert len(wire.senders) == 5
+    assert wire._kept_bytes <= 100 * 1010
+    assert sum(len(sender.replies) for sender in wire.senders.values()) == len(wire._kept) == 100
+    context.destroy(linger=0)
 
 
 def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:

@@ -263,11 +263,10 @@ def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(pane
 
 
 @pytest.mark.parametrize(
-    ("n_actors", "n_trainers", "batch", "max_staleness", "routing"),
-    [(1, 1, 3, 0, "any"), (3, 1, 2, 1, "any"), (1, 2, 2, 0, "any"), (2, 2, 3, 0, "one"), (2, 2, 2, 0, "all")],
+    ("n_actors", "n_trainers", "batch", "max_staleness"), [(1, 1, 3, 0), (3, 1, 2, 1), (1, 2, 2, 0), (2, 2, 3, 0)]
 )
 def test_actors_are_held_back_and_nobody_waits_for_ever(
-    panel: ControlPanel, n_actors: int, n_trainers: int, batch: int, max_staleness: int, routing: Any
+    panel: ControlPanel, n_actors: int, n_trainers: int, batch: int, max_staleness: int
 ) -> None:
     class Learns(Steps):
         def step(self, batch: Batch) -> None:
@@ -280,14 +279,10 @@ def test_actors_are_held_back_and_nobody_waits_for_ever(
             return super()._staleness(piece) if n_trainers == 1 else 0.0
 
     plan, training = plan_of(), Training(Learns, batch=batch, max_staleness=max_staleness)
-    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER, routing=routing), training, seed=0)._makers(plan)
+    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER), training, seed=0)._makers(plan)
     trainers = {f"trainer{i}": partial(Rank, training, plan) for i in range(n_trainers)}
     start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
-    # With "one", a trainer may have no actor.
-    have_learned = any if routing == "one" else all
-    wait_until(
-        lambda: have_learned(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60
-    )
+    wait_until(lambda: all(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60)
     if n_trainers == 1:
         figures = panel.stats()["trainer0/0"]
         n_trained = batch * (figures["version"] - 1)
