@@ -127,8 +127,8 @@ class Experiment:
         makers = {name: make for name, make in self._makers(plan).items() if name not in joining}
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
+        facts = {"seed": plan.seed, "actors": self._facts(plan) if joining else {}}
         opened = ControlPanel(self.name, trial, wire=wire, **panel)
-        facts = {"seed": plan.seed, "actors": self._facts(plan) if self.actors.joining else {}}
         return RunningExperiment(opened, makers, max_restarts, timeouts, resources, joining, facts)
 
     def join(
@@ -402,7 +402,7 @@ class RunningExperiment(Closing):
         trainers = [name for name in self._up_since if name.startswith("trainer/")]
         figures = self.panel.names.newest("figures/trainer/0")
         self.panel.close(longer=dict.fromkeys(trainers, self._close_timeout), hang_timeout=self._hang_timeout)
-        errors = {name: self.panel.failed_at_end.pop(name, None) for name in ["trainer/0", *trainers]}
+        errors = {name: self.panel.failed_at_end.pop(name, None) for name in sorted({"trainer/0", *trainers})}
         for name, error in errors.items():
             if error is not None:
                 known = figures[0] if figures is not None else {}
