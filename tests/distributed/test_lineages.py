@@ -251,7 +251,7 @@ def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(pane
     for generation in (0, 1, 2):
         own = panel.connection.wire()  # each is a process of its own
         client = InferenceClient(own, names, "policy", f"actor/{generation}", generation=generation)
-        for acting in (StreamAgent(client), plan.agent()):
+        for acting in (StreamAgent(client, RandomAgent()), plan.agent()):
             with SAMPLER() as sampler:
                 sampler.generation = client.generation << 16
                 sampler.initialize(acting, seed=plan.seed, world_size=2)
