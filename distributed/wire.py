@@ -308,7 +308,6 @@ class Node:
         self.senders: dict[str, _Sender] = {}
         self._kept, self._kept_bytes = dict[tuple[str, int], int](), 0  # replies, the oldest first: bytes of each
         self._next_look = 0.0  # when it is time to forget some of them
-        self._used: set[Any] = set()  # sockets that may have packets although they do not signal
         self._todo: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._sleeps = False  # whether the thread must be woken: it waits, or will not look at `_todo` before it waits
         self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
@@ -341,9 +340,10 @@ class Node:
         router.ipv6 = "[" in endpoint
         router.bind(endpoint)
         self._sources = {source.fileno(): source for source in (self._zap, router, caller, self._monitor)}
-        self._used.update(self._sources.values())  # they signal once somebody has found them empty
         for fd in (self._wake, *self._sources):
             self._poll.register(fd, select.EPOLLIN)
+        for source in self._sources.values():  # they signal once somebody has found them empty
+            self.do(self._receive, source)
 
     # ---- for every thread ------------------------------------------------------------------
 
@@ -407,19 +407,17 @@ class Node:
     def _run(self) -> None:
         looked = now = time.monotonic()
         while not self.is_closed:
-            # ZeroMQ signals a packet once, and sending may take the signal: look at the sockets that were used.
-            again = [used for used in self._used if int(used.get(_EVENTS)) & _POLLIN] if self._used else []
-            self._used.clear()
             self._sleeps = True
-            is_busy = bool(again) or not self._todo.empty()
-            events = self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now))
-            self._sleeps = False
-            for fd, _ in events:
+            # ZeroMQ signals a packet once, and sending may take the signal: so ask before the thread sleeps.
+            ready = [each for each in (self._router, self._caller) if int(each.get(_EVENTS)) & _POLLIN]
+            is_busy = bool(ready) or not self._todo.empty()
+            for fd, _ in self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now)):
                 if fd == self._wake:
                     os.eventfd_read(fd)
-                elif (source := self._sources[fd]) not in again:
-                    again.append(source)
-            for source in again:
+                elif (source := self._sources[fd]) not in ready:
+                    ready.append(source)
+            self._sleeps = False
+            for source in ready:
                 self._guard(self._receive, source)
             for _ in range(self._todo.qsize()):
                 function, arguments = self._todo.get()
@@ -488,7 +486,6 @@ class Node:
                 buffers = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
                 return self.do(self.received, header, buffers, route)
             source, route = self._caller, route.route
-        self._used.add(source)
         frames = to_frames(packer().pack(header), packed)
         for frame in (route, *frames[:-1]):  # as `send_multipart`, but without its enums
             source.send(frame, _SNDMORE)
@@ -497,10 +494,9 @@ class Node:
 
     def _receive(self, source: Any) -> None:
         """Take the packets that have come to this socket, but not without end."""
-        self._used.add(source)
         for _ in range(_MOST_PACKETS):
             if not int(source.get(_EVENTS)) & _POLLIN:
-                return self._used.discard(source)
+                return
             parts = [source.recv(_NOBLOCK, copy=False)]
             while parts[-1].more:  # to ask the socket, as `recv_multipart` does, takes 3 µs for each part
                 parts.append(source.recv(_NOBLOCK, copy=False))
@@ -515,6 +511,7 @@ class Node:
                 self._has_connected(frames[0])
             else:
                 self._guard(self._parse, frames[1:], frames[0] if source is self._router else None)
+        self.do(self._receive, source)  # it may not signal what is left
 
     def _has_connected(self, route: bytes) -> None:
         """The router at the other end sends an empty frame through each new connection (`probe_router`)."""

@@ -26,7 +26,7 @@ from penstock.distributed import ControlPanel, PollResult, SampleProducer, Statu
 from penstock.distributed import names as names_module
 from penstock.distributed.keys import Connection
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.names import NameClient, NameTable
+from penstock.distributed.names import NameClient, NameTable, pack_table, unpack_table
 
 from ..process.support import is_running
 from ..scale import FULL, scaled
@@ -395,10 +395,14 @@ def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local
 
 
 def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
-    good: dict[str, Any] = {"owner": "x", "since": ["", -1], "roots": ["a"], "entries": {}, "after": ""}
+    good: dict[str, Any] = {"owner": "x", "since": ["", -1], "roots": ["a"], "entries": {}}
 
     def beat(**strange: object) -> Any:
-        return peer.ask({"command": "beat", "kwargs": {**good, **strange}}, 10).result()
+        kwargs = {**good, **strange}
+        if isinstance(kwargs["entries"], dict):
+            kwargs["entries"] = pack_table(kwargs["entries"])
+        found = peer.ask({"command": "beat", "kwargs": kwargs}, 10).result()
+        return {**found, "found": None if found.get("found") is None else unpack_table(found["found"])}
 
     with contextlib.closing(local.connection.wire()) as wire:
         peer = wire.reach(local.connection.address, "names")
@@ -412,6 +416,10 @@ def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
             {"roots": 5},
             {"entries": {"a": 5}},
             {"entries": {5: 5}},
+            {"entries": 5},
+            {"entries": np.zeros(0, np.uint8)},
+            {"entries": np.full(9, 0xDD, np.uint8)},
+            {"entries": pack_table([5])},  # type: ignore[arg-type]
             {"more": 5},
         ):
             with pytest.raises((RequestError, BadMessageError)):
