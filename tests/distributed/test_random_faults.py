@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -37,12 +37,12 @@ LIFE = 2**16  # a stamp is life * LIFE + number: a float32 has 24 bits
 
 
 class Numbered(gym.Env[Any, Any]):
-    """An observation has a number of this object, and how often it was stepped."""
+    """An observation has a number of this object, and how often it was stepped. `hold` is called at each step."""
 
     observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32), gym.spaces.Discrete(2)
 
-    def __init__(self) -> None:
-        self.number, self.n = random.SystemRandom().getrandbits(24), 0
+    def __init__(self, hold: Callable[[], None]) -> None:
+        self.hold, self.number, self.n = hold, random.SystemRandom().getrandbits(24), 0
 
     def observation(self) -> Any:
         return np.array([self.number, self.n, 0, 0], np.float32)
@@ -53,6 +53,7 @@ class Numbered(gym.Env[Any, Any]):
         return self.observation(), {}
 
     def step(self, action: Any) -> Any:
+        self.hold()
         self.t, self.n = self.t + 1, self.n + 1
         return self.observation(), 1.0, False, self.t == 20, {}
 
@@ -225,7 +226,7 @@ def test_random_faults(
         pytest.skip("actors join over sockets alone")
     rng = random.Random(int(os.environ.get("PENSTOCK_SEED", "0")))
     faulty = Faulty(tmp_path, max_staleness)
-    sampler = partial(SerialSampler, Numbered, batch_T=T, batch_B=4)
+    sampler = partial(SerialSampler, partial(Numbered, faulty.hold), batch_T=T, batch_B=4)
     made = Experiment(
         "faults",
         faulty.make_agent,
