@@ -61,6 +61,8 @@ class NameTable:
         self._next_end, self._n_ended = 0.0, 0  # no lease ends before; how many have ended
         # By the first part of a key: the last version that has changed something there; for "", that of all.
         self._changed: dict[str, int] = {}
+        #: Called with each key that somebody wants to add. It may raise `NameTableError`.
+        self.admit: Callable[[str], None] = lambda key: None
 
     def serve(self, node: Node) -> Inbox:
         """Answer the requests to the inbox "names" of `node`, in its thread."""
@@ -79,6 +81,7 @@ class NameTable:
         """Add a name, and renew the lease of its owner. Raises `NameTableError` if another owner has the key, unless
         `replace`, and for what is no name."""
         self.expire()
+        self.admit(key)
         self._put(key, value, owner, lasting, replace)
         self._renew(owner)
 

@@ -41,7 +41,8 @@ WireName = Literal["local", "zmq", "ray"]
 _STATUSES = {status.value for status in Status}
 _SUSPENDED_SECONDS = 5.0  # no look at the clock for so long
 # Of this process for each worker: its pipe, its stacks, and two connections; or in a thread, all of its node.
-_DESCRIPTORS, _DESCRIPTORS_OF_THREAD = 5, 24
+_DESCRIPTORS, _DESCRIPTORS_OF_THREAD, _DESCRIPTORS_OF_JOINED = 5, 24, 2
+WHERE_ITS_LOG_IS = "its log is in the standard error of this program, or on Ray in Ray's log folder"
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -97,6 +98,8 @@ class ControlPanel(Closing):
             node = connection.wire(port)
             resources.callback(node.close)
             table = NameTable(lambda: node.clock)
+            self._launched: dict[str, Launched] = {}
+            table.admit = self._admit
             resources.callback(table.serve(node).close)
             connection = replace(connection, address=node.address)
             if file is not None:
@@ -109,13 +112,12 @@ class ControlPanel(Closing):
         panel, wire = cls.__new__(cls), connection.wire()
         resources = ExitStack()
         resources.callback(wire.close)
-        panel._start = None
+        panel._start, panel._launched = None, {}
         panel._begin(wire, connection, resources)
         return panel
 
     def _begin(self, wire: Node, connection: Connection, resources: ExitStack, table: NameTable | None = None) -> None:
         self._wire, self.connection, self._resources = wire, connection, resources
-        self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
         self._looked, self._n_suspensions, self._look_lock = clock(), 0, threading.Lock()
@@ -149,9 +151,10 @@ class ControlPanel(Closing):
             resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
                 reserve nothing.
 
-        Over sockets, the panel needs 4 file descriptors for each worker: this raises the soft limit of its process if
+        Over sockets, the panel needs 5 file descriptors for each worker: this raises the soft limit of its process if
         that is too low, and raises `ConfigError` if the hard limit is.
         """
+        self._check_open()
         if self._start is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
         make = load_worker(worker)[0] if isinstance(worker, str) else worker
@@ -163,7 +166,8 @@ class ControlPanel(Closing):
             "name", name, name is None or (isinstance(name, str) and all(name.split("/"))), "a name such as 'worker'"
         )
         must_be("resources", resources, isinstance(resources, Mapping | None), "a dict such as {'CPU': 2}")
-        _need_descriptors(count * (_DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS), count)
+        per_worker = _DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS
+        _need_descriptors(count * per_worker, f"{count} more workers need")
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for worker_name in names:
@@ -177,6 +181,15 @@ class ControlPanel(Closing):
             self._forget(worker_name)
             self._launched[worker_name] = self._start(make, self.connection, worker_name, resources or {})
         return names
+
+    def _admit(self, key: str) -> None:
+        """In the node's thread: raise `NameTableError` if no descriptor is left for a worker that joins."""
+        name = key.removeprefix("workers/")
+        if name != key and name not in self._launched:
+            try:
+                _need_descriptors(_DESCRIPTORS_OF_JOINED, f"with worker {name}, which wants to join, its panel needs")
+            except ConfigError as error:
+                raise NameTableError(str(error)) from error
 
     def connect(self, names: Iterable[str] | None = None, *, timeout: float = 30.0) -> list[str]:
         """Wait until these workers (by default all that were launched) can be reached.
@@ -201,7 +214,7 @@ class ControlPanel(Closing):
         ending = self._ending(worker_name)
         if ending is not None:
             final = self._final(worker_name)
-            reason = f": {final[1]}" if final else "; see its log"
+            reason = f": {final[1]}" if final else f"; {WHERE_ITS_LOG_IS}"
             raise ClusterError(f"worker {worker_name} has ended before it could be reached ({ending}){reason}")
 
     def autoconnect(self) -> list[str]:
@@ -391,46 +404,75 @@ class ControlPanel(Closing):
             raise ClusterError(f"this panel has launched no worker {name!r}: panel.worker_names lists the workers")
         return self._launched[name]
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Let the launched workers exit, kill them if they take longer than `timeout` seconds, and close the wire.
-        Calling it again does nothing."""
+    def close(
+        self, timeout: float = 5.0, *, longer: Mapping[str, float] | None = None, hang_timeout: float = 60.0
+    ) -> None:
+        """Let all workers exit, kill the launched ones that take too long, and close the wire. Calling it again does
+        nothing.
+
+        Args:
+            timeout: seconds that a worker may take.
+            longer: more seconds for some workers, by name. One that is silent for `hang_timeout` seconds is killed
+                earlier.
+        """
         if self._closing.is_set():
             return
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
         if self._start is not None:  # those that have joined end too: the trial ends with its panel
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
-        ending: list[str] = []
+        limits = dict.fromkeys(self._launched, timeout)
         try:
             if running and not self._wire.is_closed:
                 self.autoconnect()
-                answers = self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
-                ending = [
-                    answer.worker_name
-                    for answer in answers
-                    if answer.is_ok and answer.worker_name not in self._launched
-                ]
+                for answer in self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0))):
+                    name = answer.worker_name
+                    if answer.is_ok or (name in self._launched and not answer.lost):
+                        limits[name] = max(timeout, (longer or {}).get(name, 0.0))
         finally:
             self._closing.set()
             self._watcher.join()
-            deadline = time.monotonic() + timeout
-            for name, worker in self._launched.items():
-                if not worker.wait(max(0.0, deadline - time.monotonic())):
-                    worker.kill()
-                    what = (
-                        "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
-                    )
-                    _log.warning("worker %s has not ended within %g s: %s", name, timeout, what)
-            with contextlib.suppress(ClusterError):  # those that have joined report their end before the table goes
-                while time.monotonic() < deadline and self.names.followed("workers").keys() & {
-                    f"workers/{name}" for name in ending
-                }:
-                    time.sleep(0.01)
-            with contextlib.suppress(ClusterError):  # without the name table nobody knows
-                for key, final in self.names.find("status").items() if running else ():
-                    name = key.partition("/")[2]
-                    if name in running and _is_final(final) and final[0] == Status.ERROR.value:
-                        self.failed_at_end[name] = final[1]
-            self._resources.close()
+            try:
+                self._wait_for_ends(limits, timeout, max(timeout, hang_timeout))
+                with contextlib.suppress(ClusterError):  # without the name table nobody knows
+                    for key, final in self.names.find("status").items() if running else ():
+                        name = key.partition("/")[2]
+                        if name in running and _is_final(final) and final[0] == Status.ERROR.value:
+                            self.failed_at_end[name] = final[1]
+            finally:
+                for worker in self._launched.values():
+                    if not worker.wait(0):
+                        worker.kill()
+                self._resources.close()
+
+    def _wait_for_ends(self, limits: Mapping[str, float], timeout: float, hang_timeout: float) -> None:
+        """Wait until these workers have ended, each for so many seconds. Then kill it, if it was launched here."""
+        began = time.monotonic()
+        until = dict.fromkeys(limits, began + timeout)
+        while until:
+            now = time.monotonic()
+            for name in list(until):
+                worker, is_patient = self._launched.get(name), limits[name] > timeout
+                is_listed = self.names.newest(f"workers/{name}") is not None  # it renews this name while it lives
+                has_saved = self.names.newest(f"status/{name}") is not None  # it writes this after its `_close`
+                if is_patient and has_saved:
+                    until[name] = min(until[name], now + timeout)
+                elif is_patient and is_listed:
+                    until[name] = min(began + limits[name], now + hang_timeout)
+                if worker.wait(0) if worker is not None else not is_listed:
+                    del until[name]
+                elif now >= until[name]:
+                    del until[name]
+                    if worker is not None:
+                        self._give_up(name, worker, now - began, loses=is_patient and not has_saved)
+            time.sleep(0.01)
+
+    def _give_up(self, name: str, worker: Launched, seconds: float, *, loses: bool) -> None:
+        """Kill a worker that has not ended."""
+        worker.kill()
+        what = "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
+        _log.warning("worker %s has not ended within %.0f s: %s", name, seconds, what)
+        if loses:
+            self.failed_at_end[name] = f"it has not ended within {seconds:.0f} s, so {what}"
 
     def _check_open(self) -> None:
         if self._closing.is_set():
@@ -484,14 +526,14 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
     return RayConnection.make(name), LaunchedActor
 
 
-def _need_descriptors(n: int, count: int) -> None:
-    """Without these, connections fail, and nothing says why."""
+def _need_descriptors(n: int, who: str) -> None:
+    """Raise the soft limit for n more. Without them, connections fail, and nothing says why."""
     needed = psutil.Process().num_fds() + n + 50  # of those that have started, some are not open yet
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(
-            f"{count} more workers need {needed} file descriptors in this process, and its limit is {hard}: "
-            "raise it (ulimit -Hn), or start fewer workers here and let others join"
+            f"{who} {needed} file descriptors in the process of the panel, whose limit is {hard}: raise it there "
+            "(ulimit -Hn), or use fewer workers"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -15,7 +15,7 @@ from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
 from penstock.distributed.messages import describe
-from penstock.distributed.parameters import ParameterClient, by_policy
+from penstock.distributed.parameters import ParameterClient, by_policy, write_parameters
 from penstock.distributed.pieces import to_tree
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL
@@ -103,7 +103,7 @@ class PolicyWorker(Worker):
 
     def _configure(self) -> None:
         plan = self._plan
-        self._parameters = ParameterClient(self.wire, self.names, self._policy)
+        self._parameters = ParameterClient(self.names, self._policy)
         first = self._parameters.first(lambda: self.status in FINAL or self._misses_panel())
         self._agent = plan.agent().runtime.worker_copy()
         self._inputs = {
@@ -120,7 +120,7 @@ class PolicyWorker(Worker):
         self._server = InferenceInbox(self.wire, self.names, self._policies.stream, self.name)
 
     def _load(self, parameters: Mapping[str, Any]) -> None:
-        self._actor.write_parameters(parameters)
+        write_parameters(self._actor, parameters)
         self._actor.sample_mode(self._parameters.version[1] - 1)
 
     def _poll(self) -> PollResult:

@@ -114,7 +114,7 @@ class SampleProducer:
     def put(self, piece: Any, timeout: float) -> bool:
         """Send a piece. Returns False if no consumer had room for it within `timeout` seconds: put it again then.
 
-        Raises `RequestError` if a consumer could not read an earlier piece.
+        Raises `RequestError` if a consumer could not read or use an earlier piece.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -189,21 +189,34 @@ class SampleConsumer(NamedInbox):
         stream: the name of the stream.
         name: of this consumer; the consumers of a stream have different names.
         holds: a piece that was taken counts as waiting until `release` is called.
+        check: returns why a piece cannot be used, or "". Then the piece is dropped, and its producer fails with this
+            text.
     """
 
-    def __init__(self, wire: Node, names: NameClient, stream: str, name: str, *, holds: bool = False) -> None:
+    def __init__(
+        self,
+        wire: Node,
+        names: NameClient,
+        stream: str,
+        name: str,
+        *,
+        holds: bool = False,
+        check: Callable[[Any], str] = lambda piece: "",
+    ) -> None:
         super().__init__(wire, names, f"streams/{stream}/{name}")
-        self._holds, self._held = holds, list[Call]()
+        self._holds, self._held, self._check = holds, list[Call](), check
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
-        call = self._inbox.receive(timeout)
-        if call is None:
-            raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
-        self._held.append(call)
-        if not self._holds:
-            self.release()
-        return call.message
+        while (call := self._inbox.receive(timeout)) is not None:
+            if reason := self._check(call.message):
+                call.fail(reason)
+                continue
+            self._held.append(call)
+            if not self._holds:
+                self.release()
+            return call.message
+        raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
 
     def release(self) -> None:
         """The producers of the pieces that were taken may send as many more."""

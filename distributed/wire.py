@@ -293,8 +293,6 @@ class Node:
     Raises `ConfigError` for an address that cannot be used.
     """
 
-    fan = 4  #: to how many others it sends a large message, before these send it on
-
     def __init__(self, keys: Connection, host: str, port: int) -> None:
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
         own = _own_address(host)

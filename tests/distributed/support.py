@@ -17,7 +17,7 @@ import pytest
 
 from penstock import SerialSampler
 from penstock.distributed.keys import Connection
-from penstock.distributed.parameters import ParameterClient, ParameterServer
+from penstock.distributed.parameters import ParameterClient
 from penstock.distributed.wire import Node
 
 from ..support import until
@@ -66,12 +66,11 @@ def in_four_threads(run: Callable[[int], None]) -> None:
         thread.join()
 
 
-def newer(server: ParameterServer, client: ParameterClient) -> Any:
-    """The next parameters that come from this server."""
+def newer(client: ParameterClient) -> Any:
+    """The next parameters that come."""
     found = list[Any]()
 
     def comes() -> bool:
-        server.serve()
         found.append(client.newer())
         return found[-1] is not None
 

@@ -5,27 +5,33 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 zmq = pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
 msgpack = pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 
-from penstock import ConfigError, PeerLostError  # noqa: E402
-from penstock.distributed import ControlPanel  # noqa: E402
+from penstock import ConfigError, FunctionAgent, PeerLostError  # noqa: E402
+from penstock.distributed import Actors, ActorWorker, ControlPanel, Experiment, Policies, PolicyWorker, Training  # noqa: E402
 from penstock.distributed.keys import Connection  # noqa: E402
 from penstock.distributed.messages import BadMessageError, decode, encode  # noqa: E402
+from penstock.distributed.names import NameClient  # noqa: E402
+from penstock.distributed.parameters import ParameterServer, read_parameters  # noqa: E402
 from penstock.distributed.wire import GONE, REPLY, REQUEST, Node, to_frames  # noqa: E402
+from penstock.testing import DelegatingAgent  # noqa: E402
 
 from ..scale import scaled  # noqa: E402
-from .support import Bomb, note, wait_until  # noqa: E402
+from .support import SAMPLER, Bomb, note, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.timeout(scaled(1800, 120))
 N_FRAMES = scaled(100_000, 3_000)
@@ -260,3 +266,88 @@ def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: 
 def test_what_is_no_message_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(BadMessageError, match=r"no message|nested"):
         decode(frames)
+
+
+# ---- code --------------------------------------------------------------------------------------
+
+UNPICKLES = re.compile(
+    r"\b(pickle|pickling|cloudpickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)\b|\b(torch|np)\.load\("
+    r"|(?<![\w.])(eval|exec)\((?!\))"
+)
+#: How often a file has what could run code, and where its bytes are from. None are from a socket of penstock's.
+OWN, FILE, RAY = (
+    "a process of this program, through memory or a pipe",
+    "a file that the user names",
+    "Ray, with its token",
+)
+MAY_RUN_CODE = {
+    "agents/agent.py": (1, FILE),  # weights only
+    "agents/function.py": (2, OWN),
+    "buffers/descriptors.py": (1, OWN),
+    "buffers/object_pipe.py": (1, OWN),
+    "buffers/reports.py": (2, OWN),
+    "columns/log_writer.py": (1, OWN),
+    "distributed/launch_ray.py": (1, RAY),
+    "distributed/launched.py": (1, OWN),
+    "distributed/shard.py": (2, RAY),
+    "distributed/trainer_worker.py": (3, FILE),  # weights only, unless trust_checkpoint
+    "envs/recorded_episode.py": (1, FILE),
+    "envs/state.py": (2, FILE),
+    "evaluation/background.py": (2, OWN),
+    "evaluation/eval_results.py": (1, FILE),  # it refuses code
+    "learning/checkpoint.py": (1, FILE),  # it refuses code
+    "samplers/log_reader.py": (1, OWN),
+    "samplers/resuming.py": (3, FILE),
+    "samplers/sampler_program.py": (1, OWN),
+    "testing/agent_rules.py": (1, OWN),
+    "vector/making.py": (1, OWN),
+    "vector/objects.py": (1, OWN),
+    "vector/step_program.py": (1, OWN),
+    "vector/vector_infos.py": (1, OWN),
+    "workers/program.py": (1, OWN),
+    "workers/supervisor.py": (1, OWN),
+}
+
+
+def test_what_can_run_code_is_known_and_none_of_it_gets_bytes_from_a_socket() -> None:
+    """`test_experiment.py` has runs whose workers cannot unpickle."""
+    import penstock
+
+    found, root = Counter[str](), Path(penstock.__file__).parent
+    for file in root.rglob("*.py"):
+        found[str(file.relative_to(root))] = len(UNPICKLES.findall(file.read_text()))
+    assert {file: n for file, n in found.items() if n} == {file: n for file, (n, _) in MAY_RUN_CODE.items()}
+    # These read what comes from a socket.
+    for name in ("wire", "messages", "names", "streams", "parameters", "pieces", "remote", "role", "panel"):
+        assert f"distributed/{name}.py" in found
+        assert f"distributed/{name}.py" not in MAY_RUN_CODE
+
+
+def act(observation: Any) -> Any:
+    return np.zeros(len(observation), np.int64)
+
+
+@pytest.mark.parametrize("make_agent", [lambda: FunctionAgent(act), lambda: DelegatingAgent(FunctionAgent(act))])
+@pytest.mark.parametrize("inference", [None, "policy"])
+def test_a_function_that_somebody_with_the_key_publishes_is_not_run(
+    tmp_path: Path, make_agent: Any, inference: str | None
+) -> None:
+    """The function of a `FunctionAgent` does not cross a wire."""
+    plan = Experiment("test", make_agent, Actors(1, SAMPLER, bootstrap_value=False), Training(int), seed=1).plan()
+    assert read_parameters(plan.agent()) == {}
+    bomb = np.frombuffer(pickle.dumps(Bomb(tmp_path / "exploded")), np.uint8)
+    make: Any = ActorWorker if inference is None else PolicyWorker
+    of = Actors(1, SAMPLER, bootstrap_value=False) if inference is None else Policies(1)
+    with ControlPanel("test") as panel:
+        wire = panel.connection.wire()
+        server = ParameterServer(wire, NameClient(wire, panel.connection.address), "policy")
+        server.publish(1, {})
+        panel.launch(lambda: make(of, plan), name="worker")
+        panel.connect()
+        panel.request("worker/0", "configure")
+        panel.request("worker/0", "start")
+        server.publish(2, {"function": bomb})
+        wait_until(lambda: panel.stats()["worker/0"]["status"] == "ERROR")
+        assert "parameters of the trainer do not fit" in panel.stats()["worker/0"]["text"]
+        wire.close()
+    assert not (tmp_path / "exploded").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import signal
@@ -460,7 +461,7 @@ def test_a_closed_panel_says_so(panel: ControlPanel) -> None:
     for call in (panel.pulse, panel.stats, panel.table, panel.connect, lambda: panel.request("counter/0", "ping")):
         with pytest.raises(ClusterError, match="this control panel was closed: make another one"):
             call()
-    with pytest.raises(PeerLostError, match="this wire was closed"):
+    with pytest.raises(ClusterError, match="this control panel was closed: make another one"):
         panel.launch(Counter, name="another")
 
 
@@ -540,10 +541,34 @@ def test_many_workers_have_the_descriptors_that_they_need_or_are_refused() -> No
             names = panel.launch(Counter, 3)
             panel.connect(timeout=60)
             assert panel.pulse(timeout=10) == dict.fromkeys(names, Status.READY)
-            with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* its limit is"):
+            with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* whose limit is"):
                 panel.launch(Counter, hard, first=3)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@needs_zmq
+def test_a_worker_that_joins_finds_descriptors_in_the_panel_or_says_that_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [0, 0]
+
+    def set_limits(kind: int, values: Any) -> None:
+        limits[:] = values
+
+    with ControlPanel("test", wire="zmq") as panel:
+        limits[:] = [few := psutil.Process().num_fds() + 45, few + 500]
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+        monkeypatch.setattr(resource, "setrlimit", set_limits)
+        first = threading.Thread(target=Counter().run, args=(panel.connection, "counter/0"))
+        first.start()
+        panel.connect(["counter/0"])
+        assert limits == [pytest.approx(few + 30, abs=30), few + 500], "the soft limit has grown"
+        limits[1] = few
+        assert Counter().run(panel.connection, "counter/1") is Status.ERROR
+        panel.request("counter/0", "exit")
+        first.join()
+    assert re.search(r"with worker counter/1, which wants to join, its panel needs \d+ file descriptors", caplog.text)
 
 
 @needs_zmq
