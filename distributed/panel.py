@@ -325,7 +325,7 @@ class ControlPanel(Closing):
         if self.names.silence > timeout + 3 * LEASE_SECONDS:
             raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
         if names is None:
-            known = {*self.worker_names, *(key[len("figures/") :] for key in self.names.keys("figures"))}
+            known = {*self._launched, *self._peers, *(key[len("figures/") :] for key in self.names.keys("figures"))}
             names = sorted(known, key=natural)
         table: dict[str, dict[str, Any]] = {}
         for name in _listed(names):

@@ -73,8 +73,6 @@ pack_once = partial(encode, frame=partial(zmq.Frame, copy=True))
 class PendingReply(Future[Any]):
     """A request that was sent: the future of its reply."""
 
-    reply: Any = None  #: the frames of the reply
-
     def __init__(self, packed: list[Any], deadline: float) -> None:
         super().__init__()
         self.packed, self.deadline = packed, deadline
@@ -174,7 +172,6 @@ class Peer:
         except BadMessageError as error:
             self.node.count("refused")
             return request.set_exception(error)
-        request.reply = packed
         if kind == REPLY:
             return request.set_result(message)
         return request.set_exception(RequestError(f"{self.name}: {message}"))
@@ -204,7 +201,7 @@ class Call:
         self.reply_packed(encode(message))
 
     def reply_packed(self, packed: list[Any], kind: int = REPLY) -> None:
-        """Send what `pack_once`, or `reply` of a `PendingReply`, has: many replies may share it."""
+        """Send what `pack_once` has: many replies may share it."""
         with sigint.deferred():
             if self.is_answered:
                 raise ClusterError(f"inbox {self._header[2]}: this request was answered already")

@@ -508,7 +508,7 @@ def test_a_node_keeps_a_bounded_number_of_replies_and_an_old_request_is_not_run_
     inbox.close()
     with pytest.raises(PeerLostError):
         waiting.result()
-    assert (server._kept, server._kept_bytes) == ({}, 0)
+    wait_until(lambda: (server._kept, server._kept_bytes) == ({}, 0))
 
 
 @pytest.mark.parametrize("wires", ["direct"], indirect=True)
