@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.distributed.experiment import Experiment, RunningExperiment
     from penstock.distributed.keys import Connection
     from penstock.distributed.launch_ray import RayConnection
-    from penstock.distributed.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+    from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
     from penstock.distributed.names import NameClient
     from penstock.distributed.panel import ControlPanel, Response, WorkerControlPanel
     from penstock.distributed.pieces import Batch
@@ -32,7 +32,7 @@ _NAMES_OF = {
     "experiment": ("Experiment", "RunningExperiment"),
     "keys": ("Connection",),
     "launch_ray": ("RayConnection",),
-    "metric_sinks": ("JsonLines", "MetricsSink", "Prometheus", "RunState", "TensorBoard"),
+    "metric_sinks": ("JsonLines", "MetricsSink", "RunState"),
     "names": ("NameClient",),
     "panel": ("ControlPanel", "Response", "WorkerControlPanel"),
     "pieces": ("Batch",),
@@ -63,7 +63,6 @@ __all__ = [
     "Policies",
     "PolicyWorker",
     "PollResult",
-    "Prometheus",
     "RayConnection",
     "RaySampler",
     "RayStats",
@@ -76,7 +75,6 @@ __all__ = [
     "SampleProducer",
     "ShardStats",
     "Status",
-    "TensorBoard",
     "Trainer",
     "TrainerWorker",
     "Training",

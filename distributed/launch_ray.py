@@ -85,7 +85,7 @@ class _WayBack(Peer):
         for key, sender in self.node.senders.items():
             for number, reply in sender.replies.items() if sender.route == self._line.address else ():
                 if reply is not None:
-                    self.node.send(sender.route, (reply[0], "", sender.inbox, key, number, 0), reply[1])
+                    self.node.send(sender.route, (reply[0], "", sender.inbox, key, number, 0, 0), reply[1])
 
 
 class RayConnection(Connection):
