@@ -404,9 +404,9 @@ class Node:
     def _run(self) -> None:
         looked = now = time.monotonic()
         while not self.is_closed:
-            self._sleeps = True
             # ZeroMQ signals a packet once, and sending may take the signal: so ask before the thread sleeps.
             ready = [each for each in (self._router, self._caller) if int(each.get(_EVENTS)) & _POLLIN]
+            self._sleeps = True
             is_busy = bool(ready) or not self._todo.empty()
             for fd, _ in self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now)):
                 if fd == self._wake:
