@@ -26,7 +26,7 @@ from penstock.agents.shared_parameters import parameters_of
 _OF_PYTHON = tuple(os.path.join(sysconfig.get_paths()[name], "") for name in ("stdlib", "platstdlib"))
 _OF_PENSTOCK = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 #: What an attribute may become while a policy acts.
-_STATE = (int, float, complex, str, bytes, np.generic, NoneType, np.random.Generator, np.random.RandomState, deque)
+_STATE = (int, float, complex, np.generic, NoneType, np.random.Generator, np.random.RandomState, deque)
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
@@ -35,7 +35,7 @@ def digest(value: object) -> str:
     in another process of the same version of Python.
 
     Of a library, only the names of its functions and classes count. Numbers count only in code and as arguments, since
-    a policy may count; nor do texts in attributes, random generators, queues and caches count.
+    a policy may count. Random generators, queues, caches of Python and most of what objects of libraries hold do not.
     """
     hashed, seen, todo = hashlib.sha256(), dict[int, Any](), [value]  # not recursive: a list may be linked very often
     while todo:
@@ -81,6 +81,8 @@ def _of_module(torch: Any, module: Any) -> Iterable[Any]:
 
 
 def _of_tensor(torch: Any, tensor: Any) -> Iterable[Any]:
+    if tensor.is_nested:
+        return tensor.unbind()
     tensor = tensor.dequantize() if tensor.is_quantized else tensor
     tensor = (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu().resolve_conj().resolve_neg()
     return str(tensor.dtype), memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -105,7 +107,7 @@ def _of_library(torch: Any, value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """The class of an object, and what its attributes hold that is neither a number nor a text."""
+    """The class of an object, and what its attributes hold that is no number."""
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     names = [name for part in slots for name in ([part] if isinstance(part, str) else part)]
     held = {name: getattr(value, name, None) for name in names} | getattr(value, "__dict__", {})

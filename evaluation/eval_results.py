@@ -111,7 +111,7 @@ class EvalResults:
         """The mean of a metric in one task, or the mean of the tasks' means: estimate, lower and upper end. Where the
         metric is True or False, this is the share, with Wilson's interval; else Student's. It is NaN if the metric is
         NaN in one episode, or if one that ended does not have it."""
-        of = intervals.share if self._is_share(metric) else intervals.mean
+        of = intervals.share if self.is_share(metric) else intervals.mean
         return of(self.values(policy, metric, task))
 
     def difference(self, a: str, b: str, metric: str, task: str | None = None) -> Interval:
@@ -120,7 +120,7 @@ class EvalResults:
         (x, x_ended), (y, y_ended) = (self._chosen(policy, metric, task) for policy in (a, b))
         with np.errstate(invalid="ignore"):  # inf - inf
             differences = x - y
-        of = intervals.paired_share if self._is_share(metric) else intervals.mean
+        of = intervals.paired_share if self.is_share(metric) else intervals.mean
         return of([row[mask] for row, mask in zip(differences, x_ended & y_ended, strict=True)])
 
     def bounds(
@@ -136,7 +136,7 @@ class EvalResults:
         and 1 for a share, and otherwise by default the extremes of the other episodes. Tasks weigh as in `mean`."""
         strata, n_failed = self.values(policy, metric, task), self._figures.failed[self._figures.place(policy, task)]
         known = np.concatenate([*strata, [math.nan] * (not any(map(len, strata)))])
-        extremes = (0.0, 1.0) if self._is_share(metric) else (float(known.min()), float(known.max()))
+        extremes = (0.0, 1.0) if self.is_share(metric) else (float(known.min()), float(known.max()))
         low, high = (extreme if end is None else end for end, extreme in zip((least, most), extremes, strict=True))
         parts = [(values, n) for values, n in zip(strata, n_failed.sum(-1).tolist(), strict=True) if len(values) + n]
         parts = parts or [(known, 0)]  # NaN, where there is no episode
@@ -146,7 +146,7 @@ class EvalResults:
     def metrics(self) -> dict[str, float]:
         """All means and their intervals in one flat dict, for a logger: `policy/task/metric`, with `_lower` and
         `_upper`, without the task for all of them together, and without names that are the only one; `n_failed` and
-        `n_episodes` are counts."""
+        `n_episodes` are counts. Raises `ConfigError` if two figures would have the same name."""
         row: dict[str, float] = {}
         for policy in self.policies:
             for task in [None, *self.tasks] if len(self.tasks) > 1 else [None]:
@@ -154,13 +154,15 @@ class EvalResults:
                 prefix = "".join(f"{part}/" for part in parts)
                 for metric in self._figures.metrics:
                     ends = zip(("", "_lower", "_upper"), self.mean(policy, metric, task), strict=True)
-                    row |= {f"{prefix}{metric}{end}": value for end, value in ends}
+                    _add(row, {f"{prefix}{metric}{end}": value for end, value in ends})
                 place = self._figures.place(policy, task)
                 n_failed, n_ended = (int(which[place].sum()) for which in (self._figures.failed, self._figures.ended))
-                row |= {f"{prefix}n_failed": n_failed, f"{prefix}n_episodes": n_failed + n_ended}
+                _add(row, {f"{prefix}n_failed": n_failed, f"{prefix}n_episodes": n_failed + n_ended})
         return row
 
-    def _is_share(self, metric: str) -> bool:
+    def is_share(self, metric: str) -> bool:
+        """Whether the mean of a metric is a share: it is True or False in all episodes, or a number of the info that is
+        0 or 1 in all of them."""
         return metric not in self._figures.numbers
 
     # ---- tables and pictures -------------------------------------------------------------------
@@ -331,7 +333,7 @@ class _Figures:
         shape = tuple(map(len, axes))
         self.ended, self.failed = np.zeros(shape, bool), np.zeros(shape, bool)
         self.metrics: dict[str, Array] = {}  #: NaN where an episode has none
-        self.numbers: set[str] = set()  #: the metrics that are not True or False in every episode
+        self.numbers: set[str] = set()  #: the metrics that are no shares
         self.n_have: Counter[str] = Counter()  #: how many episodes have a metric
         for result in results.episodes:
             places = zip(self._places, (result.policy, result.task, result.episode), strict=True)
@@ -344,11 +346,21 @@ class _Figures:
                 if not isinstance(value, bool):
                     self.numbers.add(name)
             self.n_have.update(result.metrics.keys())
+        for name in self.numbers - {"return", "max_reward"}:  # an environment may say 1 for True
+            values = self.metrics[name][~np.isnan(self.metrics[name])]
+            if np.isin(values, (0, 1)).all():
+                self.numbers.discard(name)
 
     def place(self, policy: str, task: str | None) -> tuple[int, slice]:
         """The index of a policy, and those of all tasks, or of this one."""
         first = None if task is None else self._places[1][task]
         return self._places[0][policy], slice(first, None if first is None else first + 1)
+
+
+def _add(row: dict[str, float], values: dict[str, float]) -> None:
+    if twice := sorted(row.keys() & values.keys()):
+        raise ConfigError(f"two figures have the name {twice[0]!r}: rename a policy, a task or an entry of the info")
+    row |= values
 
 
 def _cell(interval: Interval, sign: str = "") -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import gymnasium as gym
+import numpy as np
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key
@@ -314,8 +315,11 @@ def _difference(stored: EpisodeResult, trace: Trace, again: EpisodeResult) -> st
     for name in ("terminated", "truncated") if not problem else ():
         if getattr(stored, name) != getattr(again, name):
             problem = f"{name} of its last step was {getattr(stored, name)}, and is {getattr(again, name)}"
-    if not problem and stored.metrics.get("success") != again.metrics.get("success"):
-        problem = f"its success was {stored.metrics.get('success')}, and is {again.metrics.get('success')}"
+    for name in {**stored.metrics, **again.metrics} if not problem else ():
+        then, now = stored.metrics.get(name, math.nan), again.metrics.get(name, math.nan)
+        if not np.isclose(then, now, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            problem = f"its {name} was {then}, and is {now}"
+            break
     if not (problem or is_equal):
         _log.info(
             "episode %d of %s was played again: its numbers differ by rounding, by less than %g",

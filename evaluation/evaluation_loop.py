@@ -310,6 +310,8 @@ def _metrics(facts: Mapping[str, Any], plan: EvaluationPlan) -> dict[str, float 
     for key, value in facts["info"].items():
         array = np.zeros(0) if isinstance(value, dict | list | None) else np.asarray(value)
         if array.size == 1 and array.dtype.kind in "fiub":
-            name = f"info.{key}" if key in own else key
+            name = key if key not in own else f"info.{key}"
+            while name in metrics:
+                name = f"info.{name}"
             metrics[name] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())
     return metrics

@@ -360,16 +360,22 @@ def _is_training(part: Any, torch: Any) -> bool:
     is_dropout = isinstance(part, torch.nn.modules.dropout._DropoutNd)
     rate = getattr(part, "p" if is_dropout else "dropout", 0)  # LSTM and attention have a rate too
     is_rate = isinstance(rate, int | float) and rate > 0
-    return is_rate or isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+    keeps_statistics = isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.track_running_stats
+    return is_rate or keeps_statistics or isinstance(part, torch.nn.RReLU)
 
 
 def _parts_of(policy: Any) -> Iterator[Any]:
-    """The policy, and what it holds, however deep. Classes, modules of Python and functions are not its own."""
+    """The policy, and what it holds, however deep. Of a function, that is its closure, and the global variables that it
+    uses. Classes and modules of Python are not its own."""
     seen, parts = set[int](), [policy]
     while parts:
         part = parts.pop()
-        if id(part) in seen or issubclass(type(part), type | ModuleType | FunctionType):
+        if id(part) in seen or issubclass(type(part), type | ModuleType):
             continue
         seen.add(id(part))
+        if isinstance(part, FunctionType):
+            named = (part.__globals__.get(name) for name in part.__code__.co_names)
+            parts += (*(part.__closure__ or ()), *filter(gc.is_tracked, named))
+            continue
         yield part
         parts += filter(gc.is_tracked, gc.get_referents(part))  # others hold nothing

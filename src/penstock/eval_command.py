@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -111,11 +112,14 @@ def _missed(results: EvalResults, args: argparse.Namespace) -> bool:
     is_missed = False
     for metric, value in args.at_least:
         # The mean itself is above its bound in half of the runs of a policy that just reaches it. Episodes that failed
-        # are in no mean: they count as the worst that they may be.
-        lower = min(results.mean(args.policy, metric).lower, results.bounds(args.policy, metric)[0])
+        # are in no mean: they count as the worst that they may be, which only a share has.
+        least = None if results.is_share(metric) else -math.inf
+        lower = min(results.mean(args.policy, metric).lower, results.bounds(args.policy, metric, least=least)[0])
         holds = lower >= value  # no NaN does
         is_missed |= not holds
-        _print(f"at least {metric}={value:g}: {'yes' if holds else 'NO'}, the lower end is {lower:.10g}")
+        why = " (episodes failed, and may be worse than all others)" if lower == -math.inf else ""
+        why = " (it needs two episodes of each task)" if math.isnan(lower) else why
+        _print(f"at least {metric}={value:g}: {'yes' if holds else 'NO'}, the lower end is {lower:.10g}{why}")
     return is_missed
 
 
@@ -145,9 +149,11 @@ def _episodes(text: str) -> int | range:
 def _bound(text: str) -> tuple[str, float]:
     metric, _, value = text.rpartition("=")
     try:
-        return metric, float(value)
+        if math.isfinite(bound := float(value)):
+            return metric, bound
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not METRIC=VALUE") from None
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not METRIC=VALUE")
 
 
 def _file(suffix: str) -> Any:

@@ -204,6 +204,22 @@ def test_a_reward_that_has_changed_is_found(tmp_path: Path) -> None:
     assert [r.metrics["return"] for r in found.episodes] == [1.0] * 3 + [1.000001] * 3
 
 
+def test_a_metric_that_has_changed_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "factor"
+
+    class Scored(Walk):
+        def step(self, action: Any) -> Any:
+            *result, info = super().step(action)
+            return *result, {**info, "score": float(file.read_text()) * self.x}
+
+    play = partial(run, zeros, Scored, folder=tmp_path / "folder")
+    file.write_text("1")
+    play(episodes=3)
+    file.write_text("100")
+    with pytest.raises(ConfigError, match=r"episode 2 of 'policy' was played again, and its score was"):
+        play(episodes=6)
+
+
 settings = {"threshold": 0.0}
 
 

@@ -200,7 +200,6 @@ def test_a_bound_holds_if_the_lower_end_of_the_interval_reaches_it(capsys: pytes
     assert ": NO, the lower end is" in out
     assert out.endswith(f"at least return=0: yes, the lower end is {mean.lower:.10g}\n")
     assert main([*command, f"return={(mean.lower + mean.estimate) / 2}"]) == 1, "the mean is above this"
-    assert main([*command, "return=nan"]) == 1
     # One episode has no interval: it shows nothing.
     assert main(["eval", "policies:lean", "CartPole-v1", "--episodes", "1", *ONE, "--at-least", "return=0"]) == 1
 
@@ -225,6 +224,24 @@ def test_episodes_that_failed_hold_no_bound(capsys: pytest.CaptureFixture[str]) 
     assert "episodes failed by their environment" in printed.err
     assert "RuntimeWarning" not in printed.err, "a line, without the source that warned"
     assert main([*command, "--at-least", "success=0.1"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--at-least", "return=-1e9"]) == 1, "an episode that failed may be worse than all others"
+    assert "the lower end is -inf (episodes failed, and may be worse than all others)" in capsys.readouterr().out
+
+
+class Says(Failing):
+    """Its info says 1 in place of True, and nobody asked for a success."""
+
+    def step(self, action: Any) -> Any:
+        *result, _ = super().step(action)
+        return *result, {"solved": 1}
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_one_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["eval", f"{REACH}:vla", f"{__name__}:Says", "--episodes", "40", *ONE, "--at-least"]
+    assert main([*command, "solved=0.7"]) == 1
+    assert main([*command, "solved=0.1"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -269,6 +286,7 @@ def test_what_is_wrong_is_said_and_is_not_the_status_of_a_missed_bound(
         ("policies:lean CartPole-v1 --episodes ten", "'ten' is not N or FIRST:END"),
         ("policies:lean CartPole-v1 --episodes 1:", "'1:' is not N or FIRST:END"),
         ("policies:lean CartPole-v1 --at-least success", "'success' is not METRIC=VALUE"),
+        ("policies:lean CartPole-v1 --at-least return=nan", "'return=nan' is not METRIC=VALUE"),
         ("policies:lean CartPole-v1 --at-least success=most", "'success=most' is not METRIC=VALUE"),
         ("policies:lean CartPole-v1 --json a.txt", "'a.txt' must end in .json, in a folder that is there"),
         ("policies:lean CartPole-v1 --csv nowhere/a.csv", "must end in .csv, in a folder that is there"),

@@ -296,6 +296,8 @@ PARTS: dict[str, Any] = {
     "Dropout": nn.Dropout(0.1),
     "BatchNorm1d": nn.BatchNorm1d(3),
     "LSTM": nn.LSTM(3, 3, 2, dropout=0.2),
+    "InstanceNorm1d": nn.InstanceNorm1d(3, track_running_stats=True),
+    "RReLU": nn.RReLU(),
     "MultiheadAttention": nn.MultiheadAttention(4, 2, dropout=0.1),
 }
 
@@ -310,7 +312,9 @@ def training_warnings(policy: Any) -> list[str]:
 @pytest.mark.parametrize("name", PARTS)
 def test_a_module_in_training_mode_is_warned_about_once(name: str) -> None:
     part = PARTS[name]
-    for policy in (Zeros(nn.Sequential(part)), Acts(nn.Linear(2, 2), part), partial(Acts(part).select_action)):
+    made = Zeros(nn.Sequential(part)), Acts(nn.Linear(2, 2), part), partial(Acts(part).select_action)
+    for policy in (*made, called(made[0]), by_global):
+        in_use[:] = [part]
         part.train()
         (message,) = training_warnings(policy)
         assert f"the policy 'policy' has a {name} in training mode" in message
@@ -320,10 +324,23 @@ def test_a_module_in_training_mode_is_warned_about_once(name: str) -> None:
         assert part.training is False
 
 
+in_use: list[Any] = []
+
+
+def by_global(observation: Any) -> Any:
+    return zeros(observation if in_use is not None else None)
+
+
+def called(policy: Any) -> Any:
+    """A function that calls `policy`, as that of a model of Stable-Baselines3."""
+    return lambda observation: policy(observation) + 0
+
+
 def test_no_false_alarms() -> None:
+    in_use.clear()
     quiet = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.0), nn.LSTM(2, 2))
     assert quiet.training
-    for policy in (Zeros(quiet), Acts(quiet), zeros):
+    for policy in (Zeros(quiet), Acts(quiet), zeros, by_global):
         assert not training_warnings(policy)
 
 

@@ -172,6 +172,10 @@ PAIRS: dict[str, Any] = {
     ],
     "a model in an object of a library": lambda k: gym.wrappers.TransformObservation(made, Nested(k), None),
     "a masked array": lambda k: np.ma.masked_array(np.zeros(2), [k == 1, False]),
+    "a text in an attribute": lambda k: Slots(f"greedy {k}"),
+    "a nested tensor": lambda k: torch.nested.nested_tensor(
+        [torch.full((2,), float(k)), torch.zeros(3)], layout=torch.jagged
+    ),
     "an array of objects": lambda k: np.array([np.full(2, k), "a"], object),
 }
 
@@ -200,7 +204,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.n, self.last, self.rng = nn.Linear(2, 2), 0, "", np.random.default_rng(0)
+        self.layer, self.n, self.rng = nn.Linear(2, 2), 0, np.random.default_rng(0)
         self.queue, self.log, self.lock = collections.deque([1]), logging.getLogger("penstock.test"), threading.Lock()
         self.device, self.generator = torch.device("cpu"), torch.Generator()
 
@@ -209,7 +213,7 @@ class Counting(nn.Module):
         return np.zeros(3)
 
     def act(self) -> None:
-        self.n, self.last, self.rate = self.n + 1, "left", 0.5
+        self.n, self.rate = self.n + 1, 0.5
         self.rng.random()
         self.queue.append(2)
         self.eval()

@@ -248,3 +248,30 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
         "inf",
     ]
     assert math.isnan(found.episodes[1].metrics["return"])
+
+
+def test_figures_of_the_same_name_are_refused() -> None:
+    def results(policies: list[str], tasks: list[str], **metrics: float) -> EvalResults:
+        episodes = [
+            EpisodeResult(policy, task, k, k, 1, metrics={"return": 1.0, **metrics})
+            for policy in policies
+            for task in tasks
+            for k in range(2)
+        ]
+        return EvalResults(episodes, policies, tasks)
+
+    for found in (results(["a", "a/x"], ["x", "y"]), results(["a"], [""], return_lower=3.0, other=0.5)):
+        with pytest.raises(ConfigError, match=r"two figures have the name '(a/x/return|return_lower)'"):
+            found.metrics()
+    assert results(["a"], [""], other=0.5).metrics()["other"] == 0.5
+
+
+def test_ones_and_zeros_of_an_info_are_shares() -> None:
+    values = [1.0, 0.0, 1.0, 1.0]
+    episodes = [
+        EpisodeResult("p", "", k, k, 1, metrics={"return": x, "solved": x, "bool": bool(x), "n": 2 * x})
+        for k, x in enumerate(values)
+    ]
+    found = EvalResults(episodes, ["p"], [""])
+    assert found.mean("p", "solved") == found.mean("p", "bool")
+    assert [found.is_share(name) for name in ("return", "solved", "bool", "n")] == [False, True, True, False]
