@@ -82,7 +82,7 @@ def _of_module(torch: Any, module: Any) -> Iterable[Any]:
 
 def _of_tensor(torch: Any, tensor: Any) -> Iterable[Any]:
     if tensor.is_nested:
-        return tensor.unbind()
+        return list(tensor.unbind())
     tensor = tensor.dequantize() if tensor.is_quantized else tensor
     tensor = (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu().resolve_conj().resolve_neg()
     return str(tensor.dtype), memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
