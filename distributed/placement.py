@@ -150,9 +150,10 @@ def _start(n_cpus: int, dashboard: bool) -> None:
         _end_processes(_folder)
         shutil.rmtree(_folder, ignore_errors=True)
         if isinstance(error, Exception):  # Ray raises anything, such as a bare Exception
+            reason = in_one_line(error).rstrip(".")
             raise ClusterError(
-                f"Ray could not be started on this machine: {in_one_line(error)}. It may be overloaded: try again, or "
-                "join a cluster that runs (RAY_ADDRESS)"
+                f"Ray could not be started on this machine: {reason}. If the machine is overloaded, try again, or join "
+                "a cluster that runs (RAY_ADDRESS)"
             ) from error
         raise
     finally:

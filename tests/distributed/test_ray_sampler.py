@@ -360,7 +360,8 @@ def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path, m
     started: list[subprocess.Popen[bytes]] = []
 
     def fail(*_: object, _temp_dir: str = "", **__: object) -> None:
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", _temp_dir]))
+        if _temp_dir:
+            started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", _temp_dir]))
         raise Exception("The current node timed out during startup. This could happen")
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
