@@ -372,6 +372,10 @@ class Agent(ABC):
         """Those of `read_parameters` that only the learner's training changes."""
         return parameters_of(self)
 
+    def _parameters_to_send(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Those of `read_parameters` that may cross a network: arrays of numbers, and no code."""
+        return parameters_of(self)
+
     def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy parameters from arrays as `read_parameters` returns them. Do not keep the arrays."""
 

@@ -42,6 +42,8 @@ class FunctionAgent(Agent):
     `parameters`, call `sync_shared_memory` after you have changed what `fn` uses (the weights of its model, for
     example): it publishes `fn` again. A copy is replaced only if the pickled bytes differ. Global variables of an
     imported module are not copied. If `fn` cannot be pickled, only `SerialSampler` takes it, and acts with `fn` itself.
+    In a distributed experiment, each worker has the `fn` of its own `make_agent`. The trainer publishes `parameters`
+    alone: no code crosses a network.
     """
 
     _code = b""  # the pickled function as it was published or received, filled up with zeros
@@ -99,6 +101,8 @@ class FunctionAgent(Agent):
 
     def _trained_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
         return {} if self.parameters is None else self.read_parameters()
+
+    _parameters_to_send = _trained_parameters
 
     def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         if self.parameters is not None:

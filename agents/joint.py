@@ -96,7 +96,8 @@ class DelegatingAgent(Agent):
         train_mode, sample_mode, eval_mode = _passed("train_mode"), _passed("sample_mode"), _passed("eval_mode")
         _set_greedy = _passed("_set_greedy")
         read_parameters, write_parameters = _passed("read_parameters"), _passed("write_parameters")
-        state_dict, _trained_parameters = _passed("state_dict"), _passed("_trained_parameters")
+        _trained_parameters, _parameters_to_send = _passed("_trained_parameters"), _passed("_parameters_to_send")
+        state_dict = _passed("state_dict")
 
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         super().select(columns)

@@ -7,8 +7,8 @@ number of them: the share of a core that the name table's own code takes, and th
 while `panel.stats` is read four times a second. Then a trainer, in a process of its own, publishes parameters, and all
 workers follow them: its CPU time for one version, and its memory at the peak, above the state before.
 
-This machine cannot hold and encrypt the parameters of 1,000 workers. So only the first 80 take them and send them on.
-The others ask for each version, after one of the 80 has it, and are told whom to ask, but do not ask that worker.
+This machine cannot hold the parameters of 1,000 workers. So only the first 80 keep them. The others take each
+version, and drop it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ _IDLE_SECONDS = 3  # how long the trainer is watched before it publishes
 
 
 class Asker:
-    """Asks the trainer for each version that `full` has got, and takes none of them: `full` sends them on in its place.
-    It asks after `full`. Otherwise `full` could be told to ask a worker that waits for `full`."""
+    """Follows the parameters, and takes none of them: this machine has no memory for those of so many workers."""
 
-    def __init__(self, names: NameClient, full: ParameterClient) -> None:
-        self._trainer, self._full = names.reach(names.wait("parameters/policy", 60), lost_after=float("inf")), full
+    def __init__(self, names: NameClient) -> None:
+        self._trainer = names.reach(names.wait("parameters/policy", 60), lost_after=float("inf"))
         self._version, self._is_asking, self.n_versions, self.n_seen = [0, 0], False, 0, 0
 
     def _told(self, answer: Future[Any]) -> None:
@@ -63,10 +62,9 @@ class Asker:
 
     def newer(self) -> bool | None:
         """Whether there is another version. Otherwise None."""
-        if not self._is_asking and self._full.version > tuple(self._version):
+        if not self._is_asking:
             self._is_asking = True
-            message = {"version": self._version, "place": self._full.place, "is_urgent": False}
-            self._trainer.ask(message, 1e9).add_done_callback(self._told)
+            self._trainer.ask(self._version, 1e9).add_done_callback(self._told)
         self.n_seen, n_before = self.n_versions, self.n_seen
         return True if self.n_seen > n_before else None
 
@@ -99,11 +97,8 @@ def work(file: str, first: int, count: int, n_full: int) -> None:
             for i, _, names in clients:
                 names.write(f"figures/actor/{i}", {"status": "RUNNING", "seconds": n_polls / 2, **FIGURES})
         if has_trainer.is_set() and not followers:
-            full = [ParameterClient(wire, names, "policy") for _, wire, names in clients[:n_full]]
-            followers = [
-                *full,
-                *(Asker(names, full[k % n_full]) for k, (*_, names) in enumerate(clients[n_full:])),
-            ]
+            followers = [ParameterClient(names, "policy") for *_, names in clients[:n_full]]
+            followers += [Asker(names) for *_, names in clients[n_full:]]
         n_new = sum(follower.newer() is not None for follower in followers)
         if n_new:
             print("." * n_new, flush=True)
@@ -254,13 +249,10 @@ def train(file: str, megabytes: float) -> None:
     peak, own = 0, 0.0  # bytes; CPU seconds of this thread in the code of the library
 
     def serve(timeout: float) -> str | None:
-        """Answer the workers until there is a line."""
-        nonlocal peak, own
+        """Wait until there is a line."""
+        nonlocal peak
         until = time.monotonic() + timeout
         while time.monotonic() < until:
-            began = time.thread_time()
-            server.serve()
-            own += time.thread_time() - began
             peak = max(peak, me.memory_info().rss)
             with contextlib.suppress(queue.Empty):
                 return lines.get(timeout=0.01)

@@ -88,7 +88,7 @@ def load_exception(headline: bytes, text: bytes, pickled: bytes) -> Report:
 def dump_exception(error: BaseException) -> tuple[bytes, bytes, bytes]:
     """Worker: headline, traceback, and the exception itself if it can be pickled and rebuilt; each cut to size."""
     headline = with_notes(error).encode(errors="replace")[:_HEADLINE_BYTES]
-    text = _format(error).encode(errors="replace")
+    text = format_exception(error).encode(errors="replace")
     if len(text) > _TEXT_BYTES:  # the innermost frames and the message are at the end
         text = b"[...]\n" + text[6 - _TEXT_BYTES :]
     return headline, text, _pickle(error)
@@ -122,7 +122,8 @@ def with_notes(error: BaseException) -> str:
     return f"{text}{':' if firsts and ': ' not in text else ''}{''.join(f' ({first})' for first in firsts)}"
 
 
-def _format(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
+    """The traceback as text, even if the message raises."""
     try:
         return "".join(traceback.format_exception(error))
     except BaseException as second:  # an exception whose own __str__ or __repr__ raises

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.distributed.actor_worker import Actors, ActorWorker
     from penstock.distributed.experiment import Experiment, RunningExperiment
     from penstock.distributed.keys import Connection
-    from penstock.distributed.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+    from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
     from penstock.distributed.names import NameClient
     from penstock.distributed.panel import ControlPanel, Response, WorkerControlPanel
     from penstock.distributed.pieces import Batch
@@ -28,7 +28,7 @@ _NAMES_OF = {
     "actor_worker": ("ActorWorker", "Actors"),
     "experiment": ("Experiment", "RunningExperiment"),
     "keys": ("Connection",),
-    "metric_sinks": ("JsonLines", "MetricsSink", "Prometheus", "RunState", "TensorBoard"),
+    "metric_sinks": ("JsonLines", "MetricsSink", "RunState"),
     "names": ("NameClient",),
     "panel": ("ControlPanel", "Response", "WorkerControlPanel"),
     "pieces": ("Batch",),
@@ -59,7 +59,6 @@ __all__ = [
     "Policies",
     "PolicyWorker",
     "PollResult",
-    "Prometheus",
     "RaySampler",
     "RayStats",
     "Response",
@@ -71,7 +70,6 @@ __all__ = [
     "SampleProducer",
     "ShardStats",
     "Status",
-    "TensorBoard",
     "Trainer",
     "TrainerWorker",
     "Training",

@@ -18,7 +18,7 @@ from penstock.distributed.pieces import piece_of, to_tree
 from penstock.distributed.policy_worker import AgentPlan
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL
-from penstock.distributed.streams import InferenceClient, Routing, SampleProducer
+from penstock.distributed.streams import InferenceClient, SampleProducer
 from penstock.errors import ConfigError, PenstockError
 from penstock.samplers import Sampler
 from penstock.samplers.seating import PolicyOf
@@ -34,8 +34,8 @@ class Actors:
     `bootstrap_value`, `policy_of` and `record` are those of `sampler.initialize`.
 
     With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
-    itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
-    `routing`. `resources` is what Ray reserves for each, such as `{"CPU": 2}`.
+    itself, with the newest parameters. `samples` is the name of the stream for the samples. `resources` is what Ray
+    reserves for each, such as `{"CPU": 2}`.
 
     `joining` more actors may join from other machines, at any time: `actor/count` and those after it, see
     `Experiment.join`.
@@ -45,7 +45,6 @@ class Actors:
     make_sampler: Callable[[], Sampler]
     inference: str | None = None
     samples: str = "train"
-    routing: Routing = "any"
     bootstrap_value: bool = True
     resources: Mapping[str, float] | None = None
     joining: int = 0
@@ -98,7 +97,7 @@ class ActorWorker(Worker):
         self._generation = integer("generation", generation, 0)
         self._agent: Any  # an agent, or a dict of agents
         if self._actors.inference is None:
-            self._parameters = ParameterClient(self.wire, self.names, self._policy)
+            self._parameters = ParameterClient(self.names, self._policy)
             self._agent = self._plan.agent()
             write_parameters(self._agent, self._parameters.first(self._must_end))
             self._version = self._parameters.version
@@ -112,13 +111,10 @@ class ActorWorker(Worker):
                 is_over=self._must_end,
                 generation=generation,
             )
-            self._agent = StreamAgent(self._client)
-        stream, routing = self._actors.samples, self._actors.routing
-        self._producer = SampleProducer(
-            self.wire, self.names, stream, routing=routing, name=self.name, credit=self._credit
-        )
+            self._agent = StreamAgent(self._client, self._plan.make_agent())
+        self._producer = SampleProducer(self.wire, self.names, self._actors.samples, credit=self._credit)
         # Whether a policy worker has recurrent state for this actor.
-        self._is_recurrent = self._client is not None and by_policy(self._plan.make_agent())[""].recurrent
+        self._is_recurrent = self._client is not None and self._agent.recurrent
         self._begin_episodes()
 
     def _must_end(self) -> bool:
@@ -207,10 +203,14 @@ class StreamAgent(Agent):
     `agent_info` is what the agent of the policy worker reports, and `stream_version`: the version of the parameters
     that acted. Use this agent in a sampler that acts in the actor's own process: `GpuSampler`, `AlternatingSampler` or
     `SerialSampler`.
+
+    Args:
+        client: of the inference stream.
+        agent: one like that of the policy workers. It does not act.
     """
 
-    def __init__(self, client: InferenceClient) -> None:
-        self._client = client
+    def __init__(self, client: InferenceClient, agent: Any) -> None:
+        self._client, self.recurrent, self.mask_key = client, agent.recurrent, agent.mask_key
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._starts: npt.NDArray[np.bool_] = np.ones(len(rngs), np.bool_)
@@ -225,21 +225,35 @@ class StreamAgent(Agent):
         raise ConfigError("an inference stream does not serve evaluations: evaluate in the trainer, with its own agent")
 
     def step(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        answer = self._ask("step", observation, prev_action, prev_reward)
+        columns = np.arange(len(self._starts)) if self.selected is None else self.selected
+        answer = self._ask("step", columns, observation, prev_action, prev_reward)
         return AgentStep(as_named(answer["action"]), as_named(answer["agent_info"]))
 
-    def value(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> Any:
-        return self._ask("value", observation, prev_action, prev_reward)["value"]
+    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
+        columns = np.arange(len(self._starts)) if self.selected is None else self.selected
+        if self.recurrent:
+            return self._ask("value", columns, observation, prev_action, prev_reward)["value"]
+        # The rows may be of any columns, some several times, for example where episodes were truncated.
+        parts = [slice(i, i + len(self._starts)) for i in range(0, len(prev_reward), len(self._starts))]
+        inputs = [(observation[part], prev_action[part], prev_reward[part]) for part in parts]
+        return np.concatenate([self._ask("value", np.arange(len(row[2])), *row)["value"] for row in inputs])
 
-    def _ask(self, kind: str, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> Any:
+    def _ask(
+        self,
+        kind: str,
+        columns: npt.NDArray[np.intp],
+        observation: object,
+        prev_action: object,
+        prev_reward: npt.NDArray[np.float32],
+    ) -> Any:
         assert self.env_ranks is not None
-        columns = range(len(self.env_ranks)) if self.selected is None else self.selected
-        ranks = np.array([self.env_ranks[column] for column in columns], np.int64)
-        starts = self._starts[list(columns)]
+        ranks, starts = np.array(self.env_ranks, np.int64)[columns], self._starts[columns]
         if len(set(ranks.tolist())) < len(ranks):  # `initialize` tries the agent, with observations of no environment
             kind = f"trial {kind}"
+        elif kind == "step" or self.recurrent:
+            self._starts[columns] = False
         else:
-            self._starts[list(columns)] = False
+            starts[:] = False  # these rows begin no episode
         message = {
             "kind": kind,
             "env_ranks": ranks,

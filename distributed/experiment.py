@@ -6,9 +6,12 @@ import contextlib
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess
 from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
 from penstock.distributed.names import NameClient
-from penstock.distributed.panel import ControlPanel, WireName
+from penstock.distributed.panel import WHERE_ITS_LOG_IS, ControlPanel, WireName
+from penstock.distributed.parameters import layout_of, read_parameters
 from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
@@ -75,6 +79,7 @@ class Experiment:
         wire: WireName = "local",
         max_restarts: int = 3,
         hang_timeout: float = 60.0,
+        close_timeout: float = 300.0,
         **panel: Any,
     ) -> RunningExperiment:
         """Start all workers, and return the run. Use it in a `with` statement.
@@ -88,11 +93,14 @@ class Experiment:
                 failure of a worker after this process was suspended does not count.
             hang_timeout: seconds after which an actor or a policy worker is replaced whose process lives, but does not
                 answer; inf: it never is. A trainer never is, since that would lose its training.
+            close_timeout: seconds that a trainer may take at the end of the run, to end its step and to save itself. It
+                is killed earlier if its process does not answer for `hang_timeout`.
             panel: more arguments of `ControlPanel`, such as `file` and `host`.
 
         Raises `ConfigError` if the parts do not fit together, and a `ClusterError` if a worker cannot start.
         """
         self._check_arguments(max_restarts, hang_timeout)
+        timeouts = hang_timeout, seconds("close_timeout", close_timeout)
         if self.actors.joining and wire != "zmq":
             raise ConfigError(f'actors can join from other machines only with wire="zmq", got {wire!r}')
         if self.training.count > 1 and wire == "local":
@@ -115,15 +123,13 @@ class Experiment:
                 "Actors(samples=...) and Training(stream=...) the same name"
             )
         plan = self.plan()
-        makers = self._makers(plan)
-        for name in self.actors.joining_names:
-            del makers[name]
+        joining = self.actors.joining_names
+        makers = {name: make for name, make in self._makers(plan).items() if name not in joining}
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
+        facts = {"seed": plan.seed, "actors": self._facts(plan) if joining else {}}
         opened = ControlPanel(self.name, trial, wire=wire, **panel)
-        facts = {"seed": plan.seed, "actors": self._facts(plan)}
-        joining = self.actors.joining_names
-        return RunningExperiment(opened, makers, max_restarts, hang_timeout, resources, joining, facts)
+        return RunningExperiment(opened, makers, max_restarts, timeouts, resources, joining, facts)
 
     def join(
         self, file: str | Path, names: Sequence[str], *, host: str | None = None, timeout: float = 60.0
@@ -146,14 +152,16 @@ class Experiment:
         allowed = self.actors.joining_names
         wrong = [name for name in names if name not in allowed]
         fits = not wrong and names and not isinstance(names, str) and len({*names}) == len(names)
-        listed = ", ".join(allowed) or "none"
-        must_be("the names", names, fits, f"different ones of {listed}, as Actors(joining={self.actors.joining}) says")
+        if not allowed:
+            raise ConfigError("no actor of this experiment can join: give Actors(..., joining=1), for one")
+        must_be("the names (after --as)", names, fits, f"some of {', '.join(allowed)}, such as --as {allowed[0]}")
         plan = self.plan()
         connection, facts = _find_run(file, host, seconds("timeout", timeout))
-        if facts["actors"] != self._facts(plan):
+        theirs, ours = facts["actors"], self._facts(plan)
+        if differs := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            listed = "; ".join(f"{name} is {theirs.get(name)} there and {ours.get(name)} here" for name in differs)
             raise ConfigError(
-                f"the run and this experiment differ in [name, count, joining, environments of all actors]: "
-                f"{facts['actors']} and {self._facts(plan)}. Is the code the same on both machines?"
+                f"the run and this experiment differ: {listed}. All machines need the same code and the same penstock"
             )
         makers = self._makers(replace(plan, seed=int(facts["seed"])))
         workers = {name: LaunchedProcess(makers[name], connection, name, has_joined=True) for name in names}
@@ -165,9 +173,24 @@ class Experiment:
                 worker.kill()
         return {name: str(worker.ending()) for name, worker in workers.items()}
 
-    def _facts(self, plan: AgentPlan) -> list[Any]:
-        """What a run and those that join it must have in common."""
-        return [self.name, self.actors.count, self.actors.joining, plan.n_envs]
+    def _facts(self, plan: AgentPlan) -> dict[str, str]:
+        """What a run and those that join it must have in common, as texts that a name can hold."""
+        actors, sampler = self.actors, self.actors.make_sampler()
+        facts = {
+            "the version of penstock": version_of("penstock"),
+            "the name": self.name,
+            "the number of actors": (actors.count, actors.joining),
+            "batch_T": sampler.batch_T,
+            "batch_B": sampler.batch_B,
+            "the observation space": plan.observation_space,
+            "the action space": plan.action_space,
+            "the parameters": layout_of(read_parameters(plan.agent())),
+            "bootstrap_value": actors.bootstrap_value,
+            "record": actors.record,
+            "inference": actors.inference,
+        }
+        sampler.shutdown()
+        return {name: _short(str(value)) for name, value in facts.items()}
 
     def _check_arguments(self, max_restarts: int, hang_timeout: float) -> None:
         actors, training, policies = self.actors, self.training, self.policies
@@ -263,10 +286,10 @@ class Experiment:
         if policies is not None:
             for i in range(policies.count):
                 makers[f"policy/{i}"] = partial(PolicyWorker, policies, plan)
-        # How many pieces of an actor are under way. With max_staleness, a piece is under way until it was trained on.
-        # All together are no more than what the trainer takes in max_staleness + 1 steps (3 steps keep everybody busy),
-        # but enough for one batch.
-        n, size, stale = actors.count + actors.joining, training.batch * training.count, training.max_staleness
+        # How many pieces of an actor are under way to each trainer. With max_staleness, a piece is under way until it
+        # was trained on. All together are no more than what a trainer takes in max_staleness + 1 steps (3 steps keep
+        # everybody busy), but enough for one batch.
+        n, size, stale = actors.count + actors.joining, training.batch, training.max_staleness
         credit = 3 if stale is None else max(-(-size // n), min(stale + 1, 3) * size // n)
         for i in range(n):
             makers[f"actor/{i}"] = partial(ActorWorker, actors, plan, rank=i, world_size=n, credit=credit)
@@ -282,7 +305,8 @@ class RunningExperiment(Closing):
     Args:
         panel: the run closes it.
         makers: functions that make the workers, by name.
-        max_restarts, hang_timeout: see `Experiment.run`.
+        max_restarts: see `Experiment.run`.
+        timeouts: its `hang_timeout` and `close_timeout`.
         resources: what Ray reserves for a worker, by the first part of its name.
         joining: names of the workers that may join from other machines.
         facts: what those need.
@@ -293,14 +317,14 @@ class RunningExperiment(Closing):
         panel: ControlPanel,
         makers: Mapping[str, Callable[[], Worker]],
         max_restarts: int,
-        hang_timeout: float,
+        timeouts: tuple[float, float],
         resources: Mapping[str, Mapping[str, float] | None],
         joining: Sequence[str] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
-        self._hang_timeout, self._joining = hang_timeout, joining
-        self._n_joined = dict.fromkeys(joining, 0)  # how often each was lost
+        (self._hang_timeout, self._close_timeout), self._joining = timeouts, joining
+        self._n_begun = Counter[str]()  # how often each worker was configured
         #: How often each worker was started again.
         self.restarts = dict.fromkeys(makers, 0)
         self._n_in_row = dict.fromkeys(makers, 0)  # failures of each worker
@@ -317,11 +341,12 @@ class RunningExperiment(Closing):
                 for name, error in self._step().items():
                     if not self.restarts[name]:
                         raise error
-                    self._restart(name, str(error))
+                    self._fail(name, str(error))
                 self._watch_all(panel.stats(makers))  # the others may wait for one that has failed
                 time.sleep(_STEP_SECONDS)
         except BaseException:
-            panel.close()
+            with contextlib.suppress(ClusterError):
+                self.close()
             raise
 
     def state(self) -> RunState:
@@ -345,7 +370,7 @@ class RunningExperiment(Closing):
         Args:
             until: called four times a second.
             metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
-                `JsonLines`, `TensorBoard`, `Prometheus`, or several of these.
+                another `MetricsSink`, or several of these.
 
         Raises `ClusterError` if workers have failed too often: see `max_restarts`.
         """
@@ -364,18 +389,28 @@ class RunningExperiment(Closing):
             poll_at = time.monotonic() + _POLL_SECONDS
             while (left := poll_at - time.monotonic()) > 0:
                 for name, error in self._step().items():
-                    if name in self._joining:
-                        self._dismiss(name, error)
-                    else:
-                        self._restart(name, str(error))
+                    self._fail(name, str(error))
                 time.sleep(min(left, _STEP_SECONDS))
 
     def close(self) -> None:
-        """End all workers. Calling it again does nothing. Raises `ClusterError` if the trainer fails meanwhile, for
-        example because its last checkpoint cannot be written."""
-        self.panel.close()
-        if (error := self.panel.failed_at_end.pop("trainer/0", None)) is not None:
-            raise ClusterError(f"worker trainer/0 has failed at the end of the run: {error}")
+        """End all workers. A trainer ends its step and saves itself before, for which it has `close_timeout` seconds.
+        Calling it again does nothing.
+
+        Raises `ClusterError` if a trainer fails meanwhile, for example because its last checkpoint cannot be written,
+        or if it had to be killed: then the error says which versions are lost.
+        """
+        trainers = [name for name in self._up_since if name.startswith("trainer/")]
+        figures = self.panel.names.newest("figures/trainer/0")
+        self.panel.close(longer=dict.fromkeys(trainers, self._close_timeout), hang_timeout=self._hang_timeout)
+        errors = {name: self.panel.failed_at_end.pop(name, None) for name in sorted({"trainer/0", *trainers})}
+        for name, error in errors.items():
+            if error is not None:
+                known = figures[0] if figures is not None else {}
+                version, saved = (int(known.get(key, 0)) for key in ("version", "saved"))  # some time ago
+                raise ClusterError(
+                    f"worker {name} has failed at the end of the run: {error}. It had made version {version} or a "
+                    f"later one, and had saved {f'version {saved} or a later one' if saved else 'none that is known'}"
+                )
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -391,29 +426,30 @@ class RunningExperiment(Closing):
                 self._watch(name, figures)
 
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
-        """Start a worker again if it has failed, or was silent for too long."""
-        status, now = figures["status"], time.monotonic()
-        if name in self._joining:
-            if status == Status.READY.value:  # it has joined
-                self._starting[name] = self._begin(name)
-            elif status in _FAILED and name in self._up_since:
-                del self._up_since[name]
-                self._n_joined[name] += 1
-                _log.warning("worker %s, which had joined, is lost: the run goes on without it", name)
-            return None
-        if status in _FAILED:
-            return self._restart(name, _why(figures))
-        if status != Status.UNRESPONSIVE.value:
+        """Let a worker begin that has joined. Start one again that has failed, or was silent for too long."""
+        status, now, is_ours = figures["status"], time.monotonic(), name in self._makers
+        if status in _FAILED and (is_ours or name in self._up_since):
+            return self._fail(name, _why(figures))
+        if status == Status.READY.value and not is_ours:
+            self._starting[name] = self._begin(name)
+        elif status != Status.UNRESPONSIVE.value or not is_ours:
             self._silent_since.pop(name, None)
         elif name not in self._silent_since:
             self._silent_since[name] = now
             _log.warning("worker %s lives, but does not answer. What it does:\n%s", name, self.panel.stacks(name))
         elif now - self._silent_since[name] > self._hang_timeout and not name.startswith("trainer/"):
-            self._restart(name, f"it did not answer for hang_timeout={self._hang_timeout:g} s")
+            self._fail(name, f"it did not answer for hang_timeout={self._hang_timeout:g} s")
         return None
 
-    def _restart(self, name: str, reason: str) -> None:
-        """A worker has failed: start it again, if it may be."""
+    def _fail(self, name: str, reason: str) -> None:
+        """A worker has failed: start it again, if it may be. Another machine may let its own join again."""
+        if name not in self._makers:
+            _log.warning("worker %s, which has joined, has failed, and the run goes on: %s", name, reason)
+            self._up_since.pop(name, None)
+            if self._starting.pop(name, None) is not None:  # otherwise it may go on, if its link comes back
+                with contextlib.suppress(PeerLostError):  # it has ended already
+                    self.panel.async_request(name, "exit")
+            return
         now, n_suspensions = time.monotonic(), self.panel.count_suspensions()
         if now - self._up_since.pop(name, now) > _SOUND_SECONDS:
             self._n_in_row[name] = 0
@@ -433,16 +469,9 @@ class RunningExperiment(Closing):
         for other in self._makers if name.startswith("trainer/") else ():
             if other.startswith("trainer/"):
                 self._up_since.pop(other, None)
-                self._starting[other] = self._start(other)
+                self._starting[other] = self._start(other, most=self._close_timeout)
         self._silent_since.pop(name, None)
         self._starting[name] = self._start(name, 0.0 if n <= 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
-
-    def _dismiss(self, name: str, error: ClusterError) -> None:
-        """A worker that has joined cannot start. It may join again."""
-        _log.warning("worker %s has joined, but cannot start: %s", name, str(error))
-        self._starting.pop(name, None)
-        with contextlib.suppress(PeerLostError):  # it has ended already
-            self.panel.async_request(name, "exit")
 
     def _step(self) -> dict[str, ClusterError]:
         """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
@@ -459,13 +488,14 @@ class RunningExperiment(Closing):
                     errors[name] = error  # one of the trainers is enough: all are started again
         return errors
 
-    def _start(self, name: str, pause: float = 0.0) -> Iterator[None]:
-        """The steps from the end of a worker to its first poll. Where one would wait, this yields."""
+    def _start(self, name: str, pause: float = 0.0, most: float = _END_SECONDS) -> Iterator[None]:
+        """The steps from the end of a worker, which may take `most` seconds, to its first poll. Where one would wait,
+        this yields."""
         base, _, index = name.partition("/")
         if not self.panel.has_ended(name):
             with contextlib.suppress(ClusterError):  # it may be lost
                 self.panel.async_request(name, "exit", timeout=_END_SECONDS)
-        begin, kill_at, is_killed = time.monotonic() + pause, time.monotonic() + _END_SECONDS, False
+        begin, kill_at, is_killed = time.monotonic() + pause, time.monotonic() + most, False
         while time.monotonic() < begin or not self.panel.has_ended(name):
             if time.monotonic() > kill_at and not is_killed and not self.panel.has_ended(name):
                 self.panel.kill(name)
@@ -488,7 +518,7 @@ class RunningExperiment(Closing):
         while not self._has_what_it_needs(base):
             self.panel.require_alive(name)
             yield
-        lives = self.restarts.get(name, self._n_joined.get(name, 0))
+        lives, self._n_begun[name] = self._n_begun[name], self._n_begun[name] + 1
         if base == "trainer":  # they are one group
             lives = sum(n for other, n in self.restarts.items() if other.startswith("trainer/"))
         for command, kwargs in (("configure", {} if base == "policy" else {"generation": lives}), ("start", {})):
@@ -510,7 +540,12 @@ class RunningExperiment(Closing):
 
 def _why(figures: Mapping[str, Any]) -> str:
     """Why the worker with these figures has failed."""
-    return f"{figures['status']}: {figures.get('text') or 'it has ended without a report: see its log'}"
+    return f"{figures['status']}: {figures.get('text') or f'it has ended without a report: {WHERE_ITS_LOG_IS}'}"
+
+
+def _short(text: str) -> str:
+    """The text. If it is long, its beginning and a number that depends on all of it."""
+    return text if len(text) <= 500 else f"{text[:500]} ... ({sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:

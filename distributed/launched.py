@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers import pickling
+from penstock.distributed.messages import describe
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
 from penstock.errors import ConfigError
@@ -43,7 +44,7 @@ class LaunchedThread:
         try:
             make().run(connection, name)
         except Exception as error:  # it could not begin: `run` reports later errors itself
-            self._error = f": {type(error).__name__}: {error}"
+            self._error = f": {describe(error)}"
             _log.exception("worker %s could not be started", name)
 
     def ending(self) -> str | None:

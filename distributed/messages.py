@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.buffers.reports import in_one_line
 from penstock.errors import ClusterError
 
-MOST_BYTES = 256 * 2**20  #: of one array
 _MOST_DEPTH = 64
 _MOST_FRAMES, _FRAME = 16_384, 2**18  # frames of a message, and bytes of a frame
 _MOST_HEADER = 2**18  # bytes of everything except arrays. One of them may become 64 bytes of Python objects
@@ -30,6 +30,20 @@ _own = threading.local()
 
 class BadMessageError(ClusterError):
     """A message cannot cross a wire, or what came over a wire is no message."""
+
+
+def sendable(text: str) -> str:
+    """`text` without what UTF-8 does not have: the bytes of a file name that is not UTF-8 are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def describe(error: BaseException) -> str:
+    """Class and message of an exception, as text that can be sent, even if its message raises."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException:  # as `in_one_line`, which then says so
+        text = in_one_line(error)
+    return sendable(text)
 
 
 def packer() -> Any:
@@ -73,10 +87,16 @@ def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[An
         header = msgpack.packb(value, default=other)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadMessageError(f"this message cannot cross a wire: {error}") from error
-    if len(header) > _MOST_HEADER or len(arrays) >= _MOST_FRAMES:
+    if len(header) > _MOST_HEADER:
         raise BadMessageError(
-            f"this message has {len(header)} bytes beside the {len(arrays)} frames of arrays. At most {_MOST_HEADER} "
-            f"bytes and {_MOST_FRAMES - 1} frames, of {_FRAME} bytes each, can cross a wire: put long data into arrays"
+            f"this message has {len(header):,} bytes beside its arrays, and at most {_MOST_HEADER:,} can cross a wire: "
+            "put long data into arrays"
+        )
+    if len(arrays) >= _MOST_FRAMES:
+        raise BadMessageError(
+            f"the arrays of this message have {len(arrays) * _FRAME / 2**20:,.0f} MiB, and at most "
+            f"{(_MOST_FRAMES - 1) * _FRAME / 2**20:,.0f} MiB can cross a wire at once: make it smaller, a piece of "
+            "samples with a smaller batch_T or batch_B of the actors"
         )
     return [header, *arrays]
 
@@ -153,11 +173,6 @@ def _check_tree(value: Any, depth: int = 0) -> None:
 def _checked_array(value: object) -> Any:
     """`value`, if it is an array that can be sent. Otherwise raises `BadMessageError`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
-        if value.nbytes > MOST_BYTES:
-            raise BadMessageError(
-                f"an array of {value.nbytes / 2**20:,.0f} MiB cannot cross a wire: send it as several arrays, of at "
-                f"most {MOST_BYTES / 2**20:,.0f} MiB each"
-            )
         return value
     kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a value of type {type(value).__name__}"
     raise BadMessageError(

@@ -1,33 +1,47 @@
 """The name table: addresses of workers, and their figures.
 
 The owner of names sends all of them at each *beat*, and so renews its lease. A beat comes twice a second, or less often
-if there are more than 75 owners. The answer has the names that the owner follows, if they have changed.
+if there are more than 75 owners. The answer has all names that the owner follows, if one of them has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import uuid
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from penstock.distributed.messages import BadMessageError, decode, encode
+import msgpack
+import numpy as np
+
+from penstock.distributed.messages import BadMessageError, decode, encode, packer
 from penstock.distributed.wire import LOST_SECONDS, Inbox, Node, Peer
 from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"
 LEASE_SECONDS = 3.0  # the least
 MOST_BYTES = 2**16  #: of the value of a name
-PAGE = 2**17  #: bytes of names in one message, which is limited
 _BEAT_SECONDS = 0.5
 _MOST_BEATS = 150  # a second, of all owners, as long as each has one within `_LONGEST_SECONDS`
 _LONGEST_SECONDS = 10.0  # a third of the silence after which a worker ends
 _RETRY_SECONDS = 0.25  # after a beat that has failed
+
+
+@lru_cache(2**16)
+def natural(name: str) -> str:
+    """For sorting: `w/10` comes after `w/9`."""
+    return f"{re.sub('0*([0-9]+)', lambda digits: f'{len(digits[1]):03}{digits[1]}', name)} {name}"
+
+
+def is_place(value: object) -> bool:
+    """Whether the value of a name is where an inbox is: address, node id and name of the inbox."""
+    return isinstance(value, list) and [*map(type, value)] == [str, str, str]
 
 
 class NameTable:
@@ -47,10 +61,14 @@ class NameTable:
         self._next_end, self._n_ended = 0.0, 0  # no lease ends before; how many have ended
         # By the first part of a key: the last version that has changed something there; for "", that of all.
         self._changed: dict[str, int] = {}
+        #: Called with each key that somebody wants to add. It may raise `NameTableError`.
+        self.admit: Callable[[str], None] = lambda key: None
 
     def serve(self, node: Node) -> Inbox:
         """Answer the requests to the inbox "names" of `node`, in its thread."""
-        handlers = {name: getattr(self, name) for name in ("add", "delete", "clear", "find", "beat")}
+        handlers: dict[str, Callable[..., Any]] = {"add": self.add, "delete": self.delete, "clear": self.clear}
+        handlers["find"] = lambda roots: pack_table(self.find(roots))
+        handlers["beat"] = lambda entries, **others: self.beat(entries=unpack_table(entries), **others)
         node.on_tick.append(lambda now: self.expire())
         return node.open(INBOX, lambda call: call.run(handlers))
 
@@ -63,6 +81,7 @@ class NameTable:
         """Add a name, and renew the lease of its owner. Raises `NameTableError` if another owner has the key, unless
         `replace`, and for what is no name."""
         self.expire()
+        self.admit(key)
         self._put(key, value, owner, lasting, replace)
         self._renew(owner)
 
@@ -116,30 +135,17 @@ class NameTable:
             self._delete(key)
         return len(keys)
 
-    def find(self, roots: Sequence[str], after: str = "") -> tuple[dict[str, bytes], str | None]:
-        """The names at `roots` and below that come after this key: as many as fit into a message. Also the last of
-        them, or None if these are all."""
+    def find(self, roots: Sequence[str]) -> dict[str, bytes]:
+        """The names at `roots` and below, sorted."""
         self.expire()
-        keys = self._below(roots[0]) if len(roots) == 1 else sorted({key for r in roots for key in self._below(r)})
-        page, size, last = dict[str, bytes](), 0, ""
-        for key in keys[bisect_right(keys, after) :]:
-            size += 4 * len(key) + len(self.entries[key][0]) + 16
-            if size > PAGE:
-                return page, last
-            page[key], last = self.entries[key][0], key
-        return page, None
+        keys = self._below(roots[0]) if len(roots) == 1 else {key for root in roots for key in self._below(root)}
+        return {key: self.entries[key][0] for key in sorted(keys)}
 
     def beat(
-        self,
-        owner: str,
-        entries: Mapping[str, Any],
-        roots: Sequence[str],
-        since: Sequence[Any],
-        after: str,
-        n_ended: int = -1,
+        self, owner: str, entries: Mapping[str, Any], roots: Sequence[str], since: Sequence[Any], n_ended: int = -1
     ) -> dict[str, Any]:
-        """Renew the lease of `owner`, and keep its `entries`: value and whether it is lasting. The answer has names at
-        `roots` and below, as `find`, if they have changed after the version `since`.
+        """Renew the lease of `owner`, and keep its `entries`: value and whether it is lasting. The answer has all names
+        at `roots` and below, as `pack_table` returns them, if one has changed after the version `since`.
 
         A beat may be old: when a broken link works again, the system delivers what a process had sent before it died.
         So an owner without a lease must send `n_ended`, the number of leases that have ended. Only a living owner has
@@ -156,9 +162,8 @@ class NameTable:
                     self._put(key, value, owner, lasting)
         table, number = since
         news = [root for root in roots if self._changed.get(root.partition("/")[0], 0) > number or table != self._id]
-        page, last = self.find(roots, after) if news or after else (None, None)
-        answer = {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace}
-        return {**answer, "since": [self._id, self.version], "found": page, "last": last}
+        answer = {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace, "since": [self._id, self.version]}
+        return {**answer, "found": pack_table(self.find(roots)) if news else None}
 
     def expire(self) -> None:
         """Delete the names whose leases have ended."""
@@ -171,18 +176,6 @@ class NameTable:
         self._next_end = min(self._until.values(), default=float("inf"))
         for key in [key for key, entry in self.entries.items() if entry[1] in ended and not entry[2]] if ended else ():
             self._delete(key)
-
-
-@dataclass(eq=False)
-class _Watch:
-    keys: list[str]
-    until: str  # "any" or "all": how many of the keys must be gone
-    seen: set[str]  # the keys that were in the table
-    gone: Future[Any] = field(default_factory=Future)
-
-    def left(self, entries: Mapping[str, Any]) -> list[str]:
-        self.seen |= entries.keys() & self.keys
-        return [key for key in self.keys if key in self.seen and key not in entries]
 
 
 class NameClient:
@@ -204,20 +197,13 @@ class NameClient:
         self._roots: set[str] = set()
         self._found: dict[str, tuple[bytes, float]] = {}  # all names below the roots: value, when it came
         self._values: dict[str, tuple[bytes, Any]] = {}  # what was read last: packed, and unpacked
-        self._watches: list[_Watch] = []
         self._version = 0
         #: Seconds between two beats, as the table has said: they are seldom if there are many owners.
         self.pace = 0.0
         self._heard, self._next = wire.clock, 0.0  # when the table was heard of, and the next beat, by the node's clock
-        # A round of messages: the keys that are left to send (None between two rounds), what has come, and the key
-        # after which more comes (None if that is all).
-        self._left: list[str] | None = None
-        self._coming: dict[str, bytes] | None = None
-        self._after: str | None = ""
-        self._asked: list[str] = []  # the roots
+        self._asked: list[str] | None = None  # the roots of the beat that has no answer yet
         self._since: list[Any] = ["", -1]
-        self._table = ""  # its id
-        self._n_begun = self._n_done = 0  # rounds
+        self._n_begun = self._n_done = 0  # beats
         self._n_ended = -1  # how many leases have ended, as the table has said
         self._peer = self._reach()
         wire.on_tick.append(self._tick)
@@ -280,12 +266,11 @@ class NameClient:
         return int(self._call("clear", root=root))
 
     def find(self, root: str = "") -> dict[str, Any]:
-        """All names at `root` and below, with their values, sorted by name."""
+        """All names at `root` and below, with their values, sorted by name. A value that is no message is left out."""
         entries: dict[str, Any] = {}
-        after: str | None = ""
-        while after is not None:
-            page, after = self._call("find", roots=[root], after=after)
-            entries |= {key: decode([value]) for key, value in page.items()}
+        for key, value in unpack_table(self._call("find", roots=[root])).items():
+            with contextlib.suppress(BadMessageError):
+                entries[key] = decode([value])
         return entries
 
     def get(self, key: str) -> Any:
@@ -302,16 +287,6 @@ class NameClient:
                 raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
             time.sleep(0.05)
         return entries[key]
-
-    def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
-        """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
-        itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
-        if until not in ("any", "all"):
-            raise NameTableError(f'until must be "any" or "all", got {until!r}')
-        self._follow(*keys)
-        with self._changed:
-            self._watches.append(watch := _Watch(list(keys), until, self._found.keys() & set(keys)))
-        return watch.gone
 
     def peer(self, key: str) -> Peer:
         """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
@@ -364,9 +339,8 @@ class NameClient:
             raise self._silent(self.timeout)
 
     def followed(self, root: str) -> dict[str, Any]:
-        """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
-        entries: Mapping[str, Any] = self._found if self._own is None else self._own.entries
-        return {key: self._value(key, entry[0]) for key in self.keys(root) if (entry := entries.get(key)) is not None}
+        """As `find`, without asking the table. Call `follow` before."""
+        return {key: found[0] for key in self.keys(root) if (found := self.newest(key)) is not None}
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
@@ -375,90 +349,74 @@ class NameClient:
         return sorted(key for key in entries if not root or key == root or key.startswith(below))
 
     def newest(self, key: str) -> tuple[Any, float] | None:
-        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
+        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist, or its
+        value is no message."""
         entry: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
-        return None if entry is None else (self._value(key, entry[0]), time.monotonic() - entry[-1])
-
-    def _value(self, key: str, packed: bytes) -> Any:
-        if (known := self._values.get(key)) is None or known[0] is not packed:
-            self._values[key] = known = packed, decode([packed])
-        return known[1]
+        if entry is None:
+            self._values.pop(key, None)
+            return None
+        if (known := self._values.get(key)) is None or known[0] is not entry[0]:
+            try:
+                known = entry[0], decode([entry[0]])
+            except BadMessageError:
+                return None
+            self._values[key] = known
+        return known[1], time.monotonic() - entry[-1]
 
     def _beat_soon(self) -> None:
         self._next = 0.0
         self._wire.do(self._tick)
 
     def _tick(self, now: float = 0.0) -> None:
-        """In the node's thread: begin a round if it is time."""
-        if self._left is None and self._wire.clock >= self._next:
-            with self._changed:
-                self._left, self._coming, self._after, self._asked = [*self._entries], None, "", sorted(self._roots)
-                self._next, self._n_begun = self._wire.clock + max(self.pace, _BEAT_SECONDS), self._n_begun + 1
-            self._send_page()
-
-    def _send_page(self) -> None:
-        assert self._left is not None
-        entries, size = dict[str, list[Any]](), 0
-        while self._left and size < PAGE - MOST_BYTES:
-            if (entry := self._entries.get(key := self._left.pop())) is not None:
-                entries[key] = [*entry]
-                size += 4 * len(key) + len(entry[0])
-        kwargs: dict[str, Any] = {"owner": self._wire.id, "entries": entries, "n_ended": self._n_ended}
-        kwargs |= {"since": self._since, "after": self._after or ""}
-        kwargs["roots"] = [] if self._after is None else self._asked
+        """In the node's thread: send a beat if it is time."""
+        if self._asked is not None or self._wire.clock < self._next:
+            return
+        with self._changed:
+            self._asked = asked = sorted(self._roots)
+            self._next, self._n_begun = self._wire.clock + max(self.pace, _BEAT_SECONDS), self._n_begun + 1
+            entries = pack_table(self._entries.copy())
+        kwargs: dict[str, Any] = {"owner": self._wire.id, "entries": entries, "roots": asked, "since": self._since}
+        kwargs["n_ended"] = self._n_ended
         try:
             request = self._live_peer().ask({"command": "beat", "kwargs": kwargs}, float("inf"))
         except PeerLostError:  # this node was closed, or the table was lost just now
-            self._left = None
+            self._asked = None
         else:
-            request.add_done_callback(self._on_page)
+            request.add_done_callback(self._on_answer)
 
-    def _on_page(self, request: Future[Any]) -> None:
-        """The table has answered."""
+    def _on_answer(self, request: Future[Any]) -> None:
+        asked, self._asked = self._asked, None
         if request.exception() is not None:
-            self._left, self._next = None, self._wire.clock + _RETRY_SECONDS
+            self._next = self._wire.clock + _RETRY_SECONDS
             return
         answer = request.result()
         self._heard, self.pace, self._n_ended = self._wire.clock, answer["pace"], answer["n_ended"]
         if not answer["is_kept"]:
-            self._left = None
             return self._beat_soon()
-        if self._after == "":
-            self._first = answer["since"]
-        if answer["found"] is not None:
-            self._coming = (self._coming or {}) | answer["found"]
-        self._after = None if self._after is None else answer["last"]
-        if self._left or self._after is not None:
-            self._send_page()
-        else:
-            self._end_round()
-
-    def _end_round(self) -> None:
         with self._changed:
-            is_other, self._table = self._table not in ("", self._first[0]), self._first[0]
-            if self._asked == sorted(self._roots):
-                self._since = self._first
-            if self._coming is not None:
+            if asked == sorted(self._roots):
+                self._since = answer["since"]
+            if answer["found"] is not None:
                 old, now = self._found, time.monotonic()
-                entries = {key: (value, now) for key, value in self._coming.items()}
                 self._found = {
-                    k: old[k] if k in old and old[k][0] == entry[0] else entry for k, entry in entries.items()
+                    key: old[key] if key in old and old[key][0] == value else (value, now)
+                    for key, value in unpack_table(answer["found"]).items()
                 }
                 self._version += self._found != old
-            self._left, self._n_done = None, self._n_begun
-            ended = [watch for watch in self._watches if is_other or _ends(watch, self._found)]
-            self._watches = [watch for watch in self._watches if watch not in ended]
+            self._n_done = self._n_begun
             self._changed.notify_all()
-        for watch in ended:
-            if is_other:
-                watch.gone.set_exception(PeerLostError("the name table has ended"))
-            else:
-                watch.gone.set_result(watch.left(self._found))
-        self._wire.do(self._tick)
+        return self._wire.do(self._tick)
 
 
-def _ends(watch: _Watch, entries: Mapping[str, Any]) -> bool:
-    return len(watch.left(entries)) >= (1 if watch.until == "any" else len(watch.keys))
+def pack_table(table: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """A table as one array: the rest of a message is limited."""
+    return np.frombuffer(packer().pack(table), np.uint8)
+
+
+def unpack_table(array: Any) -> dict[str, Any]:
+    """What `pack_table` has packed."""
+    table: dict[str, Any] = msgpack.unpackb(memoryview(array))
+    return table
 
 
 def _packed(key: str, value: object) -> bytes:

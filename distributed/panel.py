@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import psutil
 
-from penstock.arguments import integer, one_of, seconds
+from penstock.arguments import integer, must_be, one_of, seconds
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess, LaunchedThread, load_worker, snake
-from penstock.distributed.names import LEASE_SECONDS, NameClient, NameTable
+from penstock.distributed.names import LEASE_SECONDS, NameClient, NameTable, is_place, natural
 from penstock.distributed.role import Worker, clock
 from penstock.distributed.statuses import Status
 from penstock.distributed.wire import LOST_SECONDS, Node, Peer
@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock")
 
 WireName = Literal["local", "zmq", "ray"]
+_STATUSES = {status.value for status in Status}
 _SUSPENDED_SECONDS = 5.0  # no look at the clock for so long
 # Of this process for each worker: its pipe, its stacks, and two connections; or in a thread, all of its node.
-_DESCRIPTORS, _DESCRIPTORS_OF_THREAD = 5, 24
+_DESCRIPTORS, _DESCRIPTORS_OF_THREAD, _DESCRIPTORS_OF_JOINED = 5, 24, 2
+WHERE_ITS_LOG_IS = "its log is in the standard error of this program, or on Ray in Ray's log folder"
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -85,6 +87,10 @@ class ControlPanel(Closing):
         port: int = 0,
         file: str | Path | None = None,
     ) -> None:
+        for argument, text in (("experiment", experiment), ("trial", trial)):
+            must_be(argument, text, isinstance(text, str) and text, "a name")
+        must_be("host", host, isinstance(host, str | None), "an address of this machine")
+        must_be("file", file, file is None or (isinstance(file, str | Path) and file != ""), "the path of a file")
         one_of("wire", wire, get_args(WireName))
         if wire != "zmq" and (host or port or file):
             raise ConfigError(f'host, port and file are for wire="zmq", not for {wire!r}')
@@ -93,6 +99,8 @@ class ControlPanel(Closing):
             node = connection.wire(port)
             resources.callback(node.close)
             table = NameTable(lambda: node.clock)
+            self._launched: dict[str, Launched] = {}
+            table.admit = self._admit
             resources.callback(table.serve(node).close)
             connection = replace(connection, address=node.address)
             if file is not None:
@@ -105,13 +113,12 @@ class ControlPanel(Closing):
         panel, wire = cls.__new__(cls), connection.wire()
         resources = ExitStack()
         resources.callback(wire.close)
-        panel._start = None
+        panel._start, panel._launched = None, {}
         panel._begin(wire, connection, resources)
         return panel
 
     def _begin(self, wire: Node, connection: Connection, resources: ExitStack, table: NameTable | None = None) -> None:
         self._wire, self.connection, self._resources = wire, connection, resources
-        self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
         self._looked, self._n_suspensions, self._look_lock = clock(), 0, threading.Lock()
@@ -145,16 +152,23 @@ class ControlPanel(Closing):
             resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
                 reserve nothing.
 
-        Over sockets, the panel needs 4 file descriptors for each worker: this raises the soft limit of its process if
+        Over sockets, the panel needs 5 file descriptors for each worker: this raises the soft limit of its process if
         that is too low, and raises `ConfigError` if the hard limit is.
         """
+        self._check_open()
         if self._start is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
         make = load_worker(worker)[0] if isinstance(worker, str) else worker
         if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
         integer("count", count, least=0)
-        _need_descriptors(count * (_DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS), count)
+        integer("first", first, least=0)
+        must_be(
+            "name", name, name is None or (isinstance(name, str) and all(name.split("/"))), "a name such as 'worker'"
+        )
+        must_be("resources", resources, isinstance(resources, Mapping | None), "a dict such as {'CPU': 2}")
+        per_worker = _DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS
+        _need_descriptors(count * per_worker, f"{count} more workers need")
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for worker_name in names:
@@ -168,6 +182,15 @@ class ControlPanel(Closing):
             self._forget(worker_name)
             self._launched[worker_name] = self._start(make, self.connection, worker_name, resources or {})
         return names
+
+    def _admit(self, key: str) -> None:
+        """In the node's thread: raise `NameTableError` if no descriptor is left for a worker that joins."""
+        name = key.removeprefix("workers/")
+        if name != key and name not in self._launched:
+            try:
+                _need_descriptors(_DESCRIPTORS_OF_JOINED, f"with worker {name}, which wants to join, its panel needs")
+            except ConfigError as error:
+                raise NameTableError(str(error)) from error
 
     def connect(self, names: Iterable[str] | None = None, *, timeout: float = 30.0) -> list[str]:
         """Wait until these workers (by default all that were launched) can be reached.
@@ -192,28 +215,29 @@ class ControlPanel(Closing):
         ending = self._ending(worker_name)
         if ending is not None:
             final = self._final(worker_name)
-            reason = f": {final[1]}" if final else "; see its log"
+            reason = f": {final[1]}" if final else f"; {WHERE_ITS_LOG_IS}"
             raise ClusterError(f"worker {worker_name} has ended before it could be reached ({ending}){reason}")
 
     def autoconnect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
         self._check_open()
-        places = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
-        for name, place in places.items():
+        for key, place in self.names.find("workers").items():
+            if not is_place(place):  # it is no worker
+                continue
+            name = key.partition("/")[2]
             peer = self._peers.get(name)
             if self._ending(name) is not None:
                 continue  # its entry in the table has not run out yet
-            if peer is None or peer.is_dead or peer.place != list(place):
+            if peer is None or peer.is_dead or peer.place != place:
                 # The watcher sees the end of a launched worker: it may be silent for as long as it lives.
-                address, wire_id, inbox = map(str, place)
                 silence = float("inf") if name in self._launched else LOST_SECONDS
-                self._peers[name] = self._wire.reach(address, inbox, target=wire_id, lost_after=silence)
-        return [name for name, peer in self._peers.items() if not peer.is_dead]
+                self._peers[name] = self.names.reach(place, lost_after=silence)
+        return sorted((name for name, peer in self._peers.items() if not peer.is_dead), key=natural)
 
     @property
     def worker_names(self) -> list[str]:
-        """All workers that this panel has launched or connected to."""
-        return sorted({*self._launched, *self._peers})
+        """All workers that this panel has launched or connected to, `worker/10` after `worker/9`."""
+        return sorted({*self._launched, *self._peers}, key=natural)
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -243,14 +267,18 @@ class ControlPanel(Closing):
         Args:
             names: which workers; by default all.
             regex: only the workers whose names match it from start to end.
-            kwargs: the same for all, or a list with one for each worker, in the order of the names.
+            kwargs: the same for all, or a list with one for each worker, in the order of `names`, or of
+                `worker_names`: `worker/10` comes after `worker/9`.
         """
-        chosen = [
-            name
-            for name in (self.worker_names if names is None else _listed(names))
-            if re.fullmatch(regex or ".*", name)
-        ]
-        dicts = [kwargs or {}] * len(chosen) if isinstance(kwargs, Mapping | None) else list(kwargs)
+        try:
+            pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"))
+        except re.error as error:
+            raise ConfigError(f"regex={regex!r} is no regular expression: {error}") from error
+        chosen = [*filter(pattern.fullmatch, self.worker_names if names is None else _listed(names))]
+        is_one = isinstance(kwargs, Mapping | None)
+        dicts: Any = [kwargs or {}] * len(chosen) if is_one else kwargs
+        is_list = isinstance(dicts, Sequence) and all(isinstance(each, Mapping) for each in dicts)
+        must_be("kwargs", kwargs, is_list, "a dict, or a list with one dict for each worker")
         if len(dicts) != len(chosen):
             raise ConfigError(
                 f"{len(dicts)} kwargs for {len(chosen)} workers: {', '.join(chosen)}. Give one dict for each worker, "
@@ -279,13 +307,12 @@ class ControlPanel(Closing):
         self.autoconnect()
         chosen = self.worker_names if names is None else list(_listed(names))
         responses = self.group_request("status", names=chosen, timeout=timeout)
-        if any(response.result == Status.PAUSED.value for response in responses):
+        told = {each.worker_name: each.result if isinstance(each.result, str) else "" for each in responses}
+        if Status.PAUSED.value in told.values():
             self.names.flush(timeout)  # `stats` has all that they have done
         return {
-            response.worker_name: Status(response.result)
-            if response.is_ok
-            else self._status_from_outside(response.worker_name)[0]
-            for response in responses
+            name: Status(text) if text in _STATUSES else self._status_from_outside(name)[0]
+            for name, text in told.items()
         }
 
     def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
@@ -299,12 +326,14 @@ class ControlPanel(Closing):
         if self.names.silence > timeout + 3 * LEASE_SECONDS:
             raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
         if names is None:
-            names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.keys("figures"))})
+            known = {*self._launched, *self._peers, *(key[len("figures/") :] for key in self.names.keys("figures"))}
+            names = sorted(known, key=natural)
         table: dict[str, dict[str, Any]] = {}
         for name in _listed(names):
             figures = self.names.newest(f"figures/{name}")
-            if figures is not None and self._ending(name) is None:
-                table[name] = {**figures[0], "age": figures[1]}
+            report, age = figures or (None, 0.0)
+            if isinstance(report, dict) and isinstance(report.get("status"), str) and self._ending(name) is None:
+                table[name] = {**report, "age": age}
             else:
                 status, text = self._status_from_outside(name)
                 table[name] = {"status": status.value, "text": text}
@@ -317,7 +346,7 @@ class ControlPanel(Closing):
             figures = "  ".join(
                 f"{key}={value:.6g}" if isinstance(value, int | float) else f"{key}={value}"
                 for key, value in facts.items()
-                if key != "status" and value != ""
+                if key != "status" and not (isinstance(value, str) and not value)
             )
             lines.append(f"{name:<24}{facts['status']:<13}{figures}")
         return "\n".join(lines)
@@ -335,11 +364,8 @@ class ControlPanel(Closing):
 
     def _final(self, name: str) -> tuple[str, str] | None:
         """The final status that a worker has reported, and the error that ended it. None if it has reported nothing."""
-        try:
-            status, error = self.names.get(f"status/{name}")
-        except NameTableError:
-            return None
-        return str(status), str(error)
+        final: Any = self.names.find(key := f"status/{name}").get(key)
+        return (final[0], final[1]) if _is_final(final) else None
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -379,45 +405,75 @@ class ControlPanel(Closing):
             raise ClusterError(f"this panel has launched no worker {name!r}: panel.worker_names lists the workers")
         return self._launched[name]
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Let the launched workers exit, kill them if they take longer than `timeout` seconds, and close the wire.
-        Calling it again does nothing."""
+    def close(
+        self, timeout: float = 5.0, *, longer: Mapping[str, float] | None = None, hang_timeout: float = 60.0
+    ) -> None:
+        """Let all workers exit, kill the launched ones that take too long, and close the wire. Calling it again does
+        nothing.
+
+        Args:
+            timeout: seconds that a worker may take.
+            longer: more seconds for some workers, by name. One that is silent for `hang_timeout` seconds is killed
+                earlier.
+        """
         if self._closing.is_set():
             return
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
         if self._start is not None:  # those that have joined end too: the trial ends with its panel
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
-        ending: list[str] = []
+        limits = dict.fromkeys(self._launched, timeout)
         try:
             if running and not self._wire.is_closed:
                 self.autoconnect()
-                answers = self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
-                ending = [
-                    answer.worker_name
-                    for answer in answers
-                    if answer.is_ok and answer.worker_name not in self._launched
-                ]
+                for answer in self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0))):
+                    name = answer.worker_name
+                    if answer.is_ok or (name in self._launched and not answer.lost):
+                        limits[name] = max(timeout, (longer or {}).get(name, 0.0))
         finally:
             self._closing.set()
             self._watcher.join()
-            deadline = time.monotonic() + timeout
-            for name, worker in self._launched.items():
-                if not worker.wait(max(0.0, deadline - time.monotonic())):
-                    worker.kill()
-                    what = (
-                        "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
-                    )
-                    _log.warning("worker %s has not ended within %g s: %s", name, timeout, what)
-            with contextlib.suppress(ClusterError):  # those that have joined report their end before the table goes
-                while time.monotonic() < deadline and self.names.followed("workers").keys() & {
-                    f"workers/{name}" for name in ending
-                }:
-                    time.sleep(0.01)
-            with contextlib.suppress(ClusterError):  # without the name table nobody knows
-                for key, (status, text) in self.names.find("status").items() if running else ():
-                    if status == Status.ERROR.value and (name := key.partition("/")[2]) in running:
-                        self.failed_at_end[name] = text
-            self._resources.close()
+            try:
+                self._wait_for_ends(limits, timeout, max(timeout, hang_timeout))
+                with contextlib.suppress(ClusterError):  # without the name table nobody knows
+                    for key, final in self.names.find("status").items() if running else ():
+                        name = key.partition("/")[2]
+                        if name in running and _is_final(final) and final[0] == Status.ERROR.value:
+                            self.failed_at_end[name] = final[1]
+            finally:
+                for worker in self._launched.values():
+                    if not worker.wait(0):
+                        worker.kill()
+                self._resources.close()
+
+    def _wait_for_ends(self, limits: Mapping[str, float], timeout: float, hang_timeout: float) -> None:
+        """Wait until these workers have ended, each for so many seconds. Then kill it, if it was launched here."""
+        began = time.monotonic()
+        until = dict.fromkeys(limits, began + timeout)
+        while until:
+            now = time.monotonic()
+            for name in list(until):
+                worker, is_patient = self._launched.get(name), limits[name] > timeout
+                is_listed = self.names.newest(f"workers/{name}") is not None  # it renews this name while it lives
+                has_saved = self.names.newest(f"status/{name}") is not None  # it writes this after its `_close`
+                if is_patient and has_saved:
+                    until[name] = min(until[name], now + timeout)
+                elif is_patient and is_listed:
+                    until[name] = min(began + limits[name], now + hang_timeout)
+                if worker.wait(0) if worker is not None else not is_listed:
+                    del until[name]
+                elif now >= until[name]:
+                    del until[name]
+                    if worker is not None:
+                        self._give_up(name, worker, now - began, loses=is_patient and not has_saved)
+            time.sleep(0.01)
+
+    def _give_up(self, name: str, worker: Launched, seconds: float, *, loses: bool) -> None:
+        """Kill a worker that has not ended."""
+        worker.kill()
+        what = "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
+        _log.warning("worker %s has not ended within %.0f s: %s", name, seconds, what)
+        if loses:
+            self.failed_at_end[name] = f"it has not ended within {seconds:.0f} s, so {what}"
 
     def _check_open(self) -> None:
         if self._closing.is_set():
@@ -473,24 +529,30 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
     return Connection.make(name, host=ray.util.get_node_ip_address()), LaunchedActor
 
 
-def _need_descriptors(n: int, count: int) -> None:
-    """Without these, connections fail, and nothing says why."""
+def _need_descriptors(n: int, who: str) -> None:
+    """Raise the soft limit for n more. Without them, connections fail, and nothing says why."""
     needed = psutil.Process().num_fds() + n + 50  # of those that have started, some are not open yet
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(
-            f"{count} more workers need {needed} file descriptors in this process, and its limit is {hard}: "
-            "raise it (ulimit -Hn), or start fewer workers here and let others join"
+            f"{who} {needed} file descriptors in the process of the panel, whose limit is {hard}: raise it there "
+            "(ulimit -Hn), or use fewer workers"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _listed(names: Iterable[str]) -> Iterable[str]:
+def _listed(names: Iterable[str]) -> list[str]:
     """`names`. Raises `ConfigError` for one name: its letters are no names."""
     if isinstance(names, str):
         raise ConfigError(f"names must be a list of names, got {names!r}: write [{names!r}]")
-    return names
+    listed = list(must_be("names", names, isinstance(names, Iterable), "a list of names"))
+    return [must_be("a name", name, isinstance(name, str), "text") for name in listed]
+
+
+def _is_final(value: object) -> bool:
+    """Whether this is what a worker reports at its end: a status and a text."""
+    return isinstance(value, list) and [*map(type, value)] == [str, str] and value[0] in _STATUSES
 
 
 def _response(name: str, future: Future[Any]) -> Response:

@@ -1,8 +1,4 @@
-"""The newest parameters of a policy: a trainer publishes them, and actors and policy workers ask for newer ones.
-
-The parameters are packed once for each version. Over sockets, the trainer sends them to four workers. It tells the
-others which worker to ask: each one sends them on to four more.
-"""
+"""The newest parameters of a policy: a trainer publishes them, and actors and policy workers ask for newer ones."""
 
 from __future__ import annotations
 
@@ -15,15 +11,13 @@ from functools import partial
 from typing import Any
 
 from penstock.agents import Agent
-from penstock.agents.shared_parameters import parameters_of
 from penstock.distributed.names import NameClient
 from penstock.distributed.streams import Inboxes, NamedInbox
-from penstock.distributed.wire import Call, Node, Peer, PendingReply, pack_once
-from penstock.errors import NoReplyError, PeerLostError
+from penstock.distributed.wire import Call, Node, Peer, pack_once
+from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds
 _FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
-_PASS_SECONDS = 120.0  # how long another worker may take to send the parameters on, unless it is silent
 
 
 def by_policy(agent: Any) -> dict[str, Agent]:
@@ -32,23 +26,42 @@ def by_policy(agent: Any) -> dict[str, Agent]:
 
 
 def read_parameters(agent: Any) -> dict[str, Any]:
-    """The parameters of an agent, as `parameters_of`. With a dict of agents, names are such as `speaker/weight`."""
+    """The parameters of an agent, as arrays by name. With a dict of agents, names are such as `speaker/weight`.
+
+    The function of a `FunctionAgent` is not one of them: no code crosses a wire. Each machine has its own.
+    """
     values: dict[str, Any] = {}
     for policy, part in by_policy(agent).items():
-        for name, value in parameters_of(part).items():
+        for name, value in part._parameters_to_send().items():
             values[f"{policy}/{name}" if policy else name] = value
     return values
 
 
 def write_parameters(agent: Any, parameters: Mapping[str, Any]) -> None:
-    """Copy parameters into an agent, or a dict of agents, as `read_parameters` returns them."""
+    """Copy parameters into an agent, or a dict of agents, as `read_parameters` returns them. Raises `ConfigError` if
+    the agent has others."""
+    own, given = layout_of(read_parameters(agent)), layout_of(parameters)
+    if own != given:
+        name = min(name for name in {*own, *given} if own.get(name) != given.get(name))
+        raise ConfigError(
+            f"the parameters of the trainer do not fit the agent of this worker: {name!r} is "
+            f"{given.get(name, 'missing')}, and here {own.get(name, 'missing')}. Names, shapes and dtypes must stay "
+            "the same, and all machines must have the same code"
+        )
     for policy, part in by_policy(agent).items():
         head = f"{policy}/" if policy else ""
-        part.write_parameters({n.removeprefix(head): value for n, value in parameters.items() if n.startswith(head)})
+        if values := {n.removeprefix(head): value for n, value in parameters.items() if n.startswith(head)}:
+            part.write_parameters(values)
+
+
+def layout_of(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Dtype and shape of each array, by name."""
+    return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
 
 
 class ParameterServer(NamedInbox):
-    """Answers a request for parameters as soon as it has newer ones than the sender. Call `serve` often.
+    """Answers a request for parameters as soon as it has newer ones than the sender. It answers in the thread of the
+    node, so a worker gets them while the trainer is in a step.
 
     Args:
         wire, names: the worker's.
@@ -56,71 +69,49 @@ class ParameterServer(NamedInbox):
     """
 
     def __init__(self, wire: Node, names: NameClient, name: str) -> None:
-        super().__init__(wire, names, f"parameters/{name}")
-        self._wire = wire
         #: Which life of a trainer this is. A version is (lineage, number).
         self.lineage = int(wire.id, 16)
-        self._waiting: list[Call] = []
+        self._lock = threading.Lock()
+        self._waiting: list[Call] = []  # from those that have the newest version
         self._version: list[int] | None = None
-        self._packed = list[Any]()
-        #: How often this server has sent this version.
-        self.n_sent = 0
-        self._holders = list[Any]()  # the places that have this version, or get it now
+        self._packed = list[Any]()  # once for all
+        super().__init__(wire, names, f"parameters/{name}", self._answer, repeatable=True)
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""
-        self._version, self.n_sent, self._holders = [self.lineage, version], 0, []
-        self._packed = []  # its memory may be used again
-        message = {"version": self._version, "parameters": dict(parameters)}
-        self._packed = pack_once(message)
-        self.serve()
-
-    def serve(self) -> None:
-        """Answer the workers that do not have the newest parameters."""
-        while (call := self._inbox.receive(0)) is not None:
-            self._waiting.append(call)
-        waiting, self._waiting = self._waiting, []
+        packed = pack_once({"version": [self.lineage, version], "parameters": dict(parameters)})
+        with self._lock:
+            self._version, self._packed = [self.lineage, version], packed
+            waiting, self._waiting = self._waiting, []
         for call in waiting:
-            if not isinstance(call.message, dict) or call.message.keys() != {"version", "place", "is_urgent"}:
-                call.fail("this is no request for parameters")
-            elif self._version is None or call.message["version"] == self._version:
-                self._waiting.append(call)
-            else:
-                self._send(call)
+            call.reply_packed(packed)
 
-    def _send(self, call: Call) -> None:
-        """Send the parameters, or say which of the workers before this one has them, or gets them now."""
-        fan, place = self._wire.fan, call.message["place"]
-        self._holders.append(place)
-        if self.n_sent < fan or call.message["is_urgent"]:
-            self.n_sent += 1
-            call.reply_packed(self._packed)
-        else:
-            call.reply({"ask": self._holders[(len(self._holders) - 1) // fan - 1], "version": self._version})
+    def _answer(self, call: Call) -> None:
+        with self._lock:
+            packed = self._packed
+            if not (isinstance(call.message, list) and [*map(type, call.message)] == [int, int]):
+                return call.fail("this is no version of parameters")
+            if call.message == self._version or self._version is None:
+                return self._waiting.append(call)
+        return call.reply_packed(packed)
 
 
 class ParameterClient:
-    """Follows the parameters of one policy, and sends them on. If another trainer takes its name, it follows that one.
+    """Follows the parameters of one policy. If another trainer takes its name, it follows that one.
 
     Args:
-        wire, names: the worker's.
+        names: the worker's.
         name: of the policy.
     """
 
-    def __init__(self, wire: Node, names: NameClient, name: str) -> None:
-        self._names, self._name, self._lock = names, name, threading.RLock()
+    def __init__(self, names: NameClient, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
         self._trainers = Inboxes(names, f"parameters/{name}")
         self._trainer: Peer | None = None
-        self._other: Peer | None = None  # a worker that sends parameters on
         self._come: dict[str, Any] | None = None  # parameters that have arrived, and that `newer` has not returned yet
         self._error: BaseException | None = None
-        self._version, self._packed = [0, 0], list[Any]()  # what this worker can send on
-        self._waiting: list[Call] = []
         #: The version that was returned last: lineage and number. The first number is 1.
         self.version = (0, 0)
-        self._inbox = wire.open(f"parameters/{name}/{next(wire.numbers)}", self._pass_on)
-        #: Where others ask it for parameters: address, node id and name of the inbox.
-        self.place = [wire.address, wire.id, self._inbox.name]
 
     def first(self, is_over: Callable[[], bool]) -> dict[str, Any]:
         """Wait for the first parameters: a worker must not act before they are there. Raises `NoReplyError` if none
@@ -138,8 +129,8 @@ class ParameterClient:
         trainers = self._trainers.live()
         if trainers and trainers[0] is not self._trainer:
             with self._lock:
-                self._trainer = trainers[0]
-                self._ask()
+                self._trainer, self._come, self._error = trainers[0], None, None
+            self._ask(trainers[0], list(self.version))
         with self._lock:
             message, self._come = self._come, None
             error, self._error = self._error, None
@@ -150,53 +141,19 @@ class ParameterClient:
         self.version = tuple(message["version"])
         return {name: value.copy() for name, value in message["parameters"].items()}
 
-    def _ask(self, *, is_urgent: bool = False) -> None:
-        """Ask the trainer for a newer version; if it is urgent, for the parameters themselves."""
-        if self._trainer is not None:
-            request = {"version": self._version, "place": self.place, "is_urgent": is_urgent}
-            with contextlib.suppress(PeerLostError):  # it has ended just now
-                answer = self._trainer.ask(request, _FOR_EVER)
-                answer.add_done_callback(partial(self._told, self._trainer))
+    def _ask(self, trainer: Peer, version: list[int]) -> None:
+        """Ask for what is newer than this version."""
+        with contextlib.suppress(PeerLostError):  # it has ended just now
+            trainer.ask(version, _FOR_EVER).add_done_callback(partial(self._told, trainer))
 
-    def _told(self, peer: Peer, answer: Future[Any]) -> None:
+    def _told(self, trainer: Peer, answer: Future[Any]) -> None:
         """An answer has come, in a thread of the wire."""
+        error = answer.exception()
         with self._lock:
-            error = answer.exception()
-            if peer is self._trainer and error is not None:
-                self._error = None if isinstance(error, PeerLostError) else error
-            elif peer is self._trainer and "ask" in answer.result():
-                self._ask_another(answer.result())
-            elif peer is self._trainer or (peer is self._other and self._trainer is not None):
-                if error is not None or answer.result()["version"][0] != int(self._trainer.place[1], 16):
-                    return self._ask(is_urgent=True)  # the other worker has ended, or follows another trainer
-                assert isinstance(answer, PendingReply)
-                self._come, self._packed = answer.result(), answer.reply
-                self._version = self._come["version"]
-                waiting, self._waiting = self._waiting, []
-                for call in waiting:
-                    call.reply_packed(self._packed)
-                self._ask()
-        return None
-
-    def _ask_another(self, message: dict[str, Any]) -> None:
-        """Ask the worker that the trainer has named."""
-        if self._other is None or self._other.is_dead or self._other.place != message["ask"]:
-            other, self._other = self._other, self._names.reach(message["ask"])
-            if other is not None:
-                other.lose("it is not needed any more")
-        try:
-            answer = self._other.ask(message["version"], _PASS_SECONDS)
-        except PeerLostError:  # it has ended just now
-            return self._ask(is_urgent=True)
-        return answer.add_done_callback(partial(self._told, self._other))
-
-    def _pass_on(self, call: Call) -> None:
-        """Another worker asks for a version that the trainer has sent here, or sends here soon."""
-        with self._lock:
-            mine, wanted = self._version, call.message
-            if not (isinstance(wanted, list) and [*map(type, wanted)] == [int, int]):
-                call.fail("this is no version of parameters")
-            elif wanted[0] == mine[0] and wanted[1] <= mine[1]:
-                call.reply_packed(self._packed)
-            else:
-                self._waiting.append(call)
+            if trainer is not self._trainer or isinstance(error, PeerLostError):
+                return
+            self._error = error
+            if error is None:
+                self._come = answer.result()
+        if error is None:
+            self._ask(trainer, answer.result()["version"])

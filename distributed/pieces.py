@@ -13,6 +13,7 @@ from penstock.buffers.named import as_named
 from penstock.buffers.samples import PER_COLUMN, AgentSamples, EnvSamples
 from penstock.buffers.tree import map_tree
 from penstock.collectors import TrajInfo
+from penstock.errors import brief
 
 
 def to_tree(value: object) -> Any:
@@ -70,6 +71,21 @@ def piece_of(
 
 def _is_figure(name: str, value: object) -> bool:
     return not name.startswith("_") and isinstance(value, int | float | np.number)
+
+
+def layout_of_piece(piece: Any) -> dict[str, str]:
+    """Dtype and shape of each array of a piece, by path. Pieces of one layout can be joined. Raises `ValueError` or
+    something else for what is no piece."""
+    if not isinstance(piece["actor"], str):
+        raise ValueError("actor must be a name")
+    numbers = [piece["lineage"], piece["version"]]
+    if not all(isinstance(number, int) and abs(number) < 2**63 for number in numbers):
+        raise ValueError(f"lineage and version must be integers, got {brief(numbers)}")
+    if any(figures.ndim != 1 or figures.dtype != np.float64 for figures in piece["infos"].values()):
+        raise ValueError("infos must be arrays [n] of float64")
+    policies = {name: piece["samples"][name] for name in piece["policies"]} or {"": piece["samples"]}
+    trees = as_named({name: {part: tree[part] for part in ("env", "agent")} for name, tree in policies.items()})
+    return {path.removeprefix("."): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in trees.leaves()}
 
 
 def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:

@@ -14,7 +14,8 @@ from penstock.agents.agent import Agent, as_agent_step
 from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
-from penstock.distributed.parameters import ParameterClient, by_policy
+from penstock.distributed.messages import describe
+from penstock.distributed.parameters import ParameterClient, by_policy, write_parameters
 from penstock.distributed.pieces import to_tree
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL
@@ -102,7 +103,7 @@ class PolicyWorker(Worker):
 
     def _configure(self) -> None:
         plan = self._plan
-        self._parameters = ParameterClient(self.wire, self.names, self._policy)
+        self._parameters = ParameterClient(self.names, self._policy)
         first = self._parameters.first(lambda: self.status in FINAL or self._misses_panel())
         self._agent = plan.agent().runtime.worker_copy()
         self._inputs = {
@@ -119,7 +120,7 @@ class PolicyWorker(Worker):
         self._server = InferenceInbox(self.wire, self.names, self._policies.stream, self.name)
 
     def _load(self, parameters: Mapping[str, Any]) -> None:
-        self._actor.write_parameters(parameters)
+        write_parameters(self._actor, parameters)
         self._actor.sample_mode(self._parameters.version[1] - 1)
 
     def _poll(self) -> PollResult:
@@ -141,7 +142,7 @@ class PolicyWorker(Worker):
                 self._step(steps)
         except Exception as error:
             for call in (request.call for request in gathered if not request.call.is_answered):
-                call.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
+                call.fail(f"the policy {self.name} has failed: {describe(error)}")
             raise
         n_rows = sum(len(request.ranks) for request in gathered)
         self._n_rows += n_rows
@@ -190,7 +191,7 @@ class PolicyWorker(Worker):
             inputs = tuple(map_tree(rows, like, as_named(message[name])) for name, like in self._inputs.items())
             session, generation = str(message["session"]), integer("generation", message["generation"], 0)
         except (LookupError, TypeError, ValueError) as error:
-            call.fail(f"this is no request to a policy worker: {type(error).__name__}: {error}")
+            call.fail(f"this is no request to a policy worker: {describe(error)}")
             return None
         starts = starts.copy()
         if not is_trial:

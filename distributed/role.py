@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.distributed.messages import BadMessageError
+from penstock.distributed.messages import BadMessageError, describe
 from penstock.distributed.names import NameClient
 from penstock.distributed.statuses import FINAL, Status, StatusMachine
 from penstock.distributed.wire import Call, Node
@@ -92,7 +93,8 @@ class WorkerServer:
     def _receive(self) -> None:
         while (call := self.inbox.receive()) is not None:
             if call.command in self._urgent:
-                call.run(self._handlers)
+                with contextlib.suppress(BaseException):  # the sender knows it, and other requests follow
+                    call.run(self._handlers)
             else:
                 self._requests.put(call)
 
@@ -177,14 +179,14 @@ class Worker:
                 self.names.clear(f"status/{name}")
                 self._loop(server)
             except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
+                text = describe(error)
                 self._worker_machine.fail()
                 _log.exception("worker %s has failed", name)
             try:
                 self._close()
             except Exception as error:
                 self._worker_machine.fail()
-                text = text or f"_close raised {type(error).__name__}: {error}"
+                text = text or f"_close raised {describe(error)}"
                 _log.exception("worker %s could not close", name)
             if is_announced:
                 self._report_end(text)

@@ -10,15 +10,13 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn
 
-from penstock.arguments import integer, one_of
-from penstock.distributed.names import NameClient
+from penstock.arguments import integer
+from penstock.distributed.names import NameClient, is_place
 from penstock.distributed.wire import Call, Node, Peer
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
-Routing = Literal["any", "all", "one"]
-ROUTINGS: tuple[str, ...] = get_args(Routing)
 _LOOK_SECONDS = 0.5  # between two tries to reach an inbox that was lost
 
 
@@ -48,7 +46,7 @@ class Inboxes:
             return [peer for peer in self._live if not peer.is_dead]
 
     def _look(self) -> None:
-        places = self._names.followed(self._root)
+        places = {key: place for key, place in self._names.followed(self._root).items() if is_place(place)}
         for key, place in places.items():
             old = self._peers.get(key)
             if old is None or old.is_dead or old.place != list(place):
@@ -62,10 +60,19 @@ class Inboxes:
 
 
 class NamedInbox:
-    """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended."""
+    """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended.
+    `Inbox` explains `handler` and `repeatable`."""
 
-    def __init__(self, wire: Node, names: NameClient, key: str) -> None:
-        self._names, self._key, self._inbox = names, key, wire.open(key)
+    def __init__(
+        self,
+        wire: Node,
+        names: NameClient,
+        key: str,
+        handler: Callable[[Call], None] | None = None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        self._names, self._key, self._inbox = names, key, wire.open(key, handler, repeatable=repeatable)
         try:
             names.announce(key, self._inbox, replace=True)
         except BaseException:
@@ -85,37 +92,29 @@ class SampleProducer:
     A piece waits at the consumer until it is taken. When `credit` pieces wait there, `put` waits. So the memory is
     bounded, and no piece is dropped.
 
-    If a consumer ends, it may have pieces that it has not taken. With "any", the next `put` or `flush` sends them to
-    another consumer. With "all" and "one" they are lost, and `n_lost` counts them. If a consumer ends just when it
-    takes a piece, or is silent for more than 3 seconds while there is another one, a piece may be consumed twice. Do
-    not change a piece after `put`.
+    If a consumer ends, it may have pieces that it has not taken. The next `put` or `flush` sends them to another
+    consumer. If a consumer ends just when it takes a piece, or is silent for more than 3 seconds while there is another
+    one, a piece may be consumed twice. Do not change a piece after `put`.
 
     Args:
         wire, names: the worker's.
         stream: the name of the stream.
-        routing: "any": each piece goes to the consumer with the fewest waiting pieces; "all": to every consumer;
-            "one": all pieces of this producer go to one consumer, chosen by `name`.
-        name: the name of this producer, for "one".
         credit: how many pieces of this producer may wait at one consumer.
     """
 
-    def __init__(
-        self, wire: Node, names: NameClient, stream: str, *, routing: Routing = "any", name: str = "", credit: int = 4
-    ) -> None:
-        one_of("routing", routing, ROUTINGS)
+    def __init__(self, wire: Node, names: NameClient, stream: str, *, credit: int = 4) -> None:
         integer("credit", credit, 1)
-        self._routing, self._name = routing, name
         self._consumers, self._credit = Inboxes(names, f"streams/{stream}"), credit
         self._lock = threading.Lock()  # of what the callback changes too
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
         self._refused: BaseException | None = None  # what a consumer that could not read a piece has reported
-        self.n_put = self.n_lost = 0
+        self.n_put = 0
 
     def put(self, piece: Any, timeout: float) -> bool:
         """Send a piece. Returns False if no consumer had room for it within `timeout` seconds: put it again then.
 
-        Raises `RequestError` if a consumer could not read an earlier piece.
+        Raises `RequestError` if a consumer could not read or use an earlier piece.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -128,7 +127,7 @@ class SampleProducer:
 
     def has_room(self) -> bool:
         """Whether `put` would send a piece at once."""
-        return self._flush_returned() and bool(self._next_consumers())
+        return self._flush_returned() and self._next_consumer() is not None
 
     def flush(self, timeout: float) -> bool:
         """Wait until consumers have taken every piece. Returns whether they have."""
@@ -155,40 +154,31 @@ class SampleProducer:
                 return False
         return True
 
-    def _next_consumers(self) -> list[Peer]:
-        """Who gets the next piece. Empty if there is no consumer, or one of them has no room."""
-        consumers = self._consumers.live()
-        if consumers and self._routing == "one":
-            consumers = [consumers[zlib.crc32(self._name.encode()) % len(consumers)]]
-        elif consumers and self._routing == "any":
-            consumers = [min(consumers, key=lambda peer: peer.n_waiting)]
-        return consumers if all(peer.n_waiting < self._credit for peer in consumers) else []
+    def _next_consumer(self) -> Peer | None:
+        """The one with the fewest waiting pieces. None if there is no consumer, or none has room."""
+        peer = min(self._consumers.live(), key=lambda peer: peer.n_waiting, default=None)
+        return peer if peer is not None and peer.n_waiting < self._credit else None
 
     def _try(self, piece: object) -> bool:
-        consumers = self._next_consumers()
-        for peer in consumers:
-            try:
-                taken = peer.ask(piece, float("inf"))
-            except PeerLostError:  # it has ended just now
-                if self._routing == "all":
-                    with self._lock:
-                        self.n_lost += 1
-                    continue
-                return False
-            with self._lock:
-                self._n_waiting += 1
-            taken.add_done_callback(partial(self._on_taken, piece))
-        return bool(consumers)
+        if (peer := self._next_consumer()) is None:
+            return False
+        try:
+            taken = peer.ask(piece, float("inf"))
+        except PeerLostError:  # it has ended just now
+            return False
+        with self._lock:
+            self._n_waiting += 1
+        taken.add_done_callback(partial(self._on_taken, piece))
+        return True
 
     def _on_taken(self, piece: object, future: Future[Any]) -> None:
         error = future.exception()
         with self._lock:
             self._n_waiting -= 1
-            if isinstance(error, PeerLostError) and self._routing == "any":
+            if isinstance(error, PeerLostError):
                 self._returned.append(piece)
             elif error is not None:
-                self.n_lost += 1
-                self._refused = self._refused or (None if isinstance(error, PeerLostError) else error)
+                self._refused = self._refused or error
 
 
 class SampleConsumer(NamedInbox):
@@ -199,21 +189,34 @@ class SampleConsumer(NamedInbox):
         stream: the name of the stream.
         name: of this consumer; the consumers of a stream have different names.
         holds: a piece that was taken counts as waiting until `release` is called.
+        check: returns why a piece cannot be used, or "". Then the piece is dropped, and its producer fails with this
+            text.
     """
 
-    def __init__(self, wire: Node, names: NameClient, stream: str, name: str, *, holds: bool = False) -> None:
+    def __init__(
+        self,
+        wire: Node,
+        names: NameClient,
+        stream: str,
+        name: str,
+        *,
+        holds: bool = False,
+        check: Callable[[Any], str] = lambda piece: "",
+    ) -> None:
         super().__init__(wire, names, f"streams/{stream}/{name}")
-        self._holds, self._held = holds, list[Call]()
+        self._holds, self._held, self._check = holds, list[Call](), check
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
-        call = self._inbox.receive(timeout)
-        if call is None:
-            raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
-        self._held.append(call)
-        if not self._holds:
-            self.release()
-        return call.message
+        while (call := self._inbox.receive(timeout)) is not None:
+            if reason := self._check(call.message):
+                call.fail(reason)
+                continue
+            self._held.append(call)
+            if not self._holds:
+                self.release()
+            return call.message
+        raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
 
     def release(self) -> None:
         """The producers of the pieces that were taken may send as many more."""

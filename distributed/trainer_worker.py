@@ -15,8 +15,9 @@ from penstock.agents.agent import packed, unpacked
 from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
+from penstock.distributed.names import natural
 from penstock.distributed.parameters import ParameterServer, by_policy, read_parameters
-from penstock.distributed.pieces import Batch, batch_of
+from penstock.distributed.pieces import Batch, batch_of, layout_of_piece
 from penstock.distributed.policy_worker import AgentPlan
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL, Status
@@ -107,6 +108,9 @@ class TrainerWorker(Worker):
         self._server: ParameterServer | None = None
         self._pieces: list[Any] = []
         self._version, self._n_stale, self._largest_staleness = 1, 0, 0.0
+        self._saved = 0  # the version in the checkpoint
+        self._layout: tuple[str, dict[str, str]] | None = None  # an actor, and the layout of its pieces
+        self._n_unfit = 0
         self._results: dict[str, float] = {}
 
     def _configure(self, generation: int = 0) -> None:
@@ -128,7 +132,9 @@ class TrainerWorker(Worker):
         if self._group is not None:  # nobody saves before all have loaded
             self._lineage = self._group.lineage_of_rank_0(self._lineage)
         holds = self._training.max_staleness is not None
-        self._consumer = SampleConsumer(self.wire, self.names, self._training.stream, self.name, holds=holds)
+        self._consumer = SampleConsumer(
+            self.wire, self.names, self._training.stream, self.name, holds=holds, check=self._why_unfit
+        )
 
     def _check_trainer(self) -> None:
         """Raise `ConfigError` now for what would otherwise fail at the first step, or at the first checkpoint."""
@@ -142,8 +148,6 @@ class TrainerWorker(Worker):
 
     def _poll(self) -> PollResult:
         assert self._consumer is not None
-        if self._server is not None:
-            self._server.serve()
         if self._group is not None and self._rank == 0 and self._misses_panel(0.5):
             return PollResult()  # a step waits for the other ranks, which may get no pieces: then it could not save
         try:
@@ -174,6 +178,30 @@ class TrainerWorker(Worker):
             self._save(self._checkpoint)
         return PollResult(sum(part.env.reward.numel() for part in parts_of(batch.samples)), 1)
 
+    def _why_unfit(self, piece: Any) -> str:
+        """Why a piece cannot be joined with the others, or "". They must be like those of the actor with the lowest
+        number: it is the one of the run itself, if another machine has other code."""
+        try:
+            layout, actor = layout_of_piece(piece), piece["actor"]
+        except Exception as error:  # whoever has the keys may send anything
+            self._n_unfit += 1
+            return f"this is no piece of samples: {in_one_line(error)}"
+        first, wanted = self._layout or (actor, layout)
+        if layout == wanted or natural(actor) < natural(first):
+            if layout != wanted:
+                self._n_unfit += len(self._pieces)
+                self._pieces = []
+            self._layout = min(first, actor, key=natural), layout
+            return ""
+        self._n_unfit += 1
+        path = min(path for path in {*layout, *wanted} if layout.get(path) != wanted.get(path))
+        text = (
+            f"a piece of {actor} does not fit those of {first}: {path} is {layout.get(path, 'missing')}, and "
+            f"theirs {wanted.get(path, 'missing')}. All machines must have the same code"
+        )
+        _log.warning("trainer %s: %s", self.name, text)
+        return text
+
     def _staleness(self, piece: Mapping[str, Any]) -> float:
         """How many versions old its parameters are."""
         return self._version - piece["version"] if piece["lineage"] == self._lineage else _FOREIGN
@@ -201,6 +229,7 @@ class TrainerWorker(Worker):
                 if not self._training.trust_checkpoint:
                     _check_saved(part, packed(state))
                 os.replace(part, path)
+                self._saved = self._version
             finally:
                 part.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
@@ -229,12 +258,13 @@ class TrainerWorker(Worker):
             for name, agent in agents.items():
                 agent.load_state_dict(state["agent"][name] if name else state["agent"])
             self._trainer.load_state_dict(state["trainer"])
-            self._version = int(state["version"])
+            self._version = self._saved = int(state["version"])
         except Exception as error:  # a file of another agent may raise anything
             raise ConfigError(f"checkpoint={str(path)!r} cannot be loaded: {in_one_line(error)}") from error
 
     def _stats(self) -> Mapping[str, float]:
-        counts = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
+        counts: dict[str, float] = {"largest_staleness": self._largest_staleness}
+        counts |= {"version": self._version, "saved": self._saved, "stale": self._n_stale, "unfit": self._n_unfit}
         return {**counts, **self._results, **counts}
 
     def _on_silence(self) -> float:

@@ -11,13 +11,14 @@ CURVE encrypts everything. Without the client key of the trial, no connection is
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import queue
 import select
+import socket
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -29,8 +30,9 @@ import msgpack
 import zmq
 from zmq.utils import z85
 
-from penstock.arguments import integer
-from penstock.distributed.messages import MOST_BYTES, BadMessageError, decode, encode, packer
+from penstock.arguments import integer, must_be
+from penstock.buffers.reports import format_exception
+from penstock.distributed.messages import BadMessageError, decode, describe, encode, packer, sendable
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.workers import sigint
 
@@ -41,16 +43,24 @@ _log = logging.getLogger("penstock")
 
 # The kinds of packets. GONE: there is no such inbox, or another process has the address.
 REQUEST, REPLY, ERROR, GONE = range(4)
-# kind, id of the receiving node ("" for any), inbox, sender, number of the request, oldest number without an answer
-Header = tuple[int, str, str, str, int, int]
-_TYPES = [int, str, str, str, int, int]
+# kind, id of the receiving node ("" for any), inbox, sender, number of the request, oldest number without an answer,
+# number of the sender's connection
+Header = tuple[int, str, str, str, int, int, int]
+_TYPES = [int, str, str, str, int, int, int]
 
 TICK_SECONDS = 0.05
 LOST_SECONDS = 5.0  # without a connection, after which another side counts as lost
 _MOST_STEP = 1.0  # a process that has not looked at its clock for longer was suspended
-_MOST_WAITING = 10_000  # requests in one inbox; more are refused
+_MOST_WAITING = 10_000  # requests of one inbox without a reply; more are refused
+_MOST_SENDERS = 2**16  # that a node remembers; others are refused
+_MOST_KEPT, _MOST_KEPT_BYTES = 2**16, 2**30  # replies that a node keeps; with more, it forgets the oldest
 _FORGET_SECONDS = 600.0  # a sender that was silent for so long, and has all answers, is forgotten
+_MOST_FRAME = 2**20  # bytes: no frame of a message has as many, also not one with a header
 _MOST_PACKETS = 100  # of one socket, before the others have their turn
+# In milliseconds. Who asks sends a heartbeat after the first of these times, and gives the connection up if no answer
+# comes within the second. Who is asked expects the next one within the last. They are long: on a busy machine
+# heartbeats come late, and each one costs the panel.
+_HEARTBEATS = 3000, 5000, 10_000
 _LINGER = 500  # milliseconds in which `close` sends what waits
 # As int: zmq's own type of flags takes half a microsecond for each `&`.
 _EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
@@ -62,8 +72,6 @@ pack_once = partial(encode, frame=partial(zmq.Frame, copy=True))
 
 class PendingReply(Future[Any]):
     """A request that was sent: the future of its reply."""
-
-    reply: Any = None  #: the frames of the reply
 
     def __init__(self, packed: list[Any], deadline: float) -> None:
         super().__init__()
@@ -79,6 +87,7 @@ class Line:
 
     address: str
     route: bytes = b""  # ZeroMQ's name for it, which is used once. Empty until something is sent
+    number: int = 0  # of this connection: a later one has a larger number
     is_up: bool = False
     down_since: float = float("inf")  # by the node's clock
     peers: dict[str, Peer] = field(default_factory=dict)
@@ -147,7 +156,7 @@ class Peer:
             with self.node.lock:
                 request, oldest = self._requests.get(number), next(iter(self._requests), number)
             if request is not None:
-                header = REQUEST, self._target, self.name, self.id, number, oldest
+                header = REQUEST, self._target, self.name, self.id, number, oldest, self._line.number
                 self.node.send(self._line, header, request.packed)
 
     def heard(self, kind: int, number: int, packed: list[Any]) -> None:
@@ -163,7 +172,6 @@ class Peer:
         except BadMessageError as error:
             self.node.count("refused")
             return request.set_exception(error)
-        request.reply = packed
         if kind == REPLY:
             return request.set_result(message)
         return request.set_exception(RequestError(f"{self.name}: {message}"))
@@ -183,9 +191,9 @@ class Peer:
 class Call:
     """A request that has come. The receiver calls `reply` or `fail` once, at any time, in any thread."""
 
-    def __init__(self, node: Node, header: Header, message: object) -> None:
-        self._node, self._header = node, header
-        self.message: Any = message
+    def __init__(self, inbox: Inbox, header: Header) -> None:
+        self._inbox, self._header = inbox, header
+        self.message: Any = None
         self.is_answered = False  #: whether `reply` or `fail` was called
 
     def reply(self, message: object = None) -> None:
@@ -193,16 +201,16 @@ class Call:
         self.reply_packed(encode(message))
 
     def reply_packed(self, packed: list[Any], kind: int = REPLY) -> None:
-        """Send what `pack_once`, or `reply` of a `PendingReply`, has: many replies may share it."""
+        """Send what `pack_once` has: many replies may share it."""
         with sigint.deferred():
             if self.is_answered:
                 raise ClusterError(f"inbox {self._header[2]}: this request was answered already")
             self.is_answered = True
-            self._node.do(self._node.answer, self._header, kind, packed)
+            self._inbox.node.do(self._inbox.node.answer, self._inbox, self._header, kind, packed)
 
     def fail(self, reason: str) -> None:
         """Say why there is no result: the sender gets a `RequestError`."""
-        self.reply_packed(encode(reason[:20_000]), ERROR)
+        self.reply_packed(encode(sendable(reason[:20_000])), ERROR)
 
     @property
     def command(self) -> str | None:
@@ -218,20 +226,22 @@ class Call:
             return self.fail(f"there is no command {command!r}; the commands are {known}")
         try:
             return self.reply(handlers[command](**self.message.get("kwargs", {})))
-        except (RequestError, NameTableError) as error:
-            return self.fail(str(error))
         except BaseException as error:  # the user's handler may raise anything
-            self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            if isinstance(error, RequestError | NameTableError):
+                return self.fail(describe(error).partition(": ")[2])
+            self.fail(f"{command} raised {describe(error)}\n{format_exception(error)}")
             if not isinstance(error, Exception):  # SystemExit ends this process, and the sender knows why
                 raise
 
 
 class Inbox:
     """The requests that come to a node under one name. With a `handler`, the node's thread calls it for each `Call`,
-    and it must not block. Otherwise they wait until somebody receives them."""
+    and it must not block. Otherwise they wait until somebody receives them. If they are `repeatable`, the node keeps no
+    replies: a request whose reply was lost with its connection is run again."""
 
-    def __init__(self, node: Node, name: str, handler: Callable[[Call], None] | None) -> None:
-        self.node, self.name, self.is_closed = node, name, False
+    def __init__(self, node: Node, name: str, handler: Callable[[Call], None] | None, repeatable: bool) -> None:
+        self.node, self.name, self.is_closed, self.is_repeatable = node, name, False, repeatable
+        self.n_open = 0  #: requests that have come and have no reply
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.put = handler or self._calls.put
 
@@ -259,10 +269,12 @@ class _Sender:
     """What a node remembers of a peer that asks it."""
 
     inbox: str
-    route: Any = None  # the newest way back: an older connection may have broken
+    route: Any = None  # the way back through its newest connection
+    connection: int = -1  # its number. Late bytes of an older one may come, and nothing would arrive through that
     heard: float = 0.0  # when its last packet came
     done: int = 0  # it has the answers to all requests below this number
     replies: dict[int, tuple[int, Any] | None] = field(default_factory=dict)  # to its other requests; None: not yet
+    dropped: int = -1  # the largest number whose reply was forgotten before it had that
 
 
 class Node:
@@ -278,14 +290,9 @@ class Node:
     Raises `ConfigError` for an address that cannot be used.
     """
 
-    fan = 4  #: to how many others it sends a large message, before these send it on
-
     def __init__(self, keys: Connection, host: str, port: int) -> None:
-        if host in ("", "*", "0.0.0.0", "::"):
-            raise ConfigError(
-                f"host={host!r} would open a port on every network of this machine: give the address of one network"
-            )
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
+        own = _own_address(host)
         self.id, self.lock, self._keys, self.is_closed = uuid.uuid4().hex[:12], threading.RLock(), keys, False
         #: Seconds that pass while this process runs: those in which it was suspended do not count.
         self.clock = 0.0
@@ -296,14 +303,14 @@ class Node:
         self._lines: dict[str, Line] = {}  # by address
         self._routes: dict[bytes, Line] = {}  # those that are connected, or try to be
         self.senders: dict[str, _Sender] = {}
+        self._kept, self._kept_bytes = dict[tuple[str, int], int](), 0  # replies, the oldest first: bytes of each
         self._next_look = 0.0  # when it is time to forget some of them
-        self._used: set[Any] = set()  # sockets that may have packets although they do not signal
         self._todo: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._sleeps = False  # whether the thread must be woken: it waits, or will not look at `_todo` before it waits
         self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
         self._router, self._caller = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
         try:
-            self._open_sockets(f"tcp://{host}:{port or '*'}")
+            self._open_sockets(f"tcp://{own}:{port or '*'}")
         except zmq.ZMQError as error:
             self._release()
             raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
@@ -316,33 +323,33 @@ class Node:
         keys, router, caller = self._keys, self._router, self._caller
         self._zap, self._monitor = self._context.socket(zmq.REP), self._context.socket(zmq.PAIR)
         self._zap.bind("inproc://zeromq.zap.01")  # here ZeroMQ asks which clients may connect
-        for socket in (router, caller):
-            socket.linger, socket.maxmsgsize, socket.sndhwm = _LINGER, MOST_BYTES + 2**20, 0
+        for each in (router, caller):
+            each.linger, each.maxmsgsize, each.sndhwm = _LINGER, _MOST_FRAME, 0
         router.curve_server, router.zap_domain, router.probe_router = True, b"penstock", True
         router.curve_publickey, router.curve_secretkey = keys.server_public.encode(), keys.server_secret.encode()
         caller.curve_publickey, caller.curve_secretkey = keys.client_public.encode(), keys.client_secret.encode()
         caller.curve_serverkey, self._key = keys.server_public.encode(), z85.decode(keys.client_public.encode())
-        # In milliseconds. Only this end sends heartbeats. The other end answers each one, and expects the next within
-        # the last of these times. They are long: on a busy machine heartbeats come late, and each one costs the panel.
-        caller.heartbeat_ivl, caller.heartbeat_timeout, caller.heartbeat_ttl = 3000, 5000, 10_000
+        caller.heartbeat_ivl, caller.heartbeat_timeout, caller.heartbeat_ttl = _HEARTBEATS
         caller.reconnect_ivl, caller.reconnect_ivl_max = 50, 1000
         caller.monitor("inproc://connections", zmq.EVENT_DISCONNECTED)
         self._monitor.rcvhwm = 0  # otherwise ZeroMQ's thread could wait for this one
         self._monitor.connect("inproc://connections")
+        router.ipv6 = "[" in endpoint
         router.bind(endpoint)
         self._sources = {source.fileno(): source for source in (self._zap, router, caller, self._monitor)}
-        self._used.update(self._sources.values())  # they signal once somebody has found them empty
         for fd in (self._wake, *self._sources):
             self._poll.register(fd, select.EPOLLIN)
+        for source in self._sources.values():  # they signal once somebody has found them empty
+            self.do(self._receive, source)
 
     # ---- for every thread ------------------------------------------------------------------
 
-    def open(self, name: str, handler: Callable[[Call], None] | None = None) -> Inbox:
-        """Open an inbox; `Inbox` explains `handler`. Raises `ClusterError` if this node has one of this name."""
+    def open(self, name: str, handler: Callable[[Call], None] | None = None, *, repeatable: bool = False) -> Inbox:
+        """Open an inbox, as `Inbox` explains. Raises `ClusterError` if this node has one of this name."""
         with self.lock:
             if name in self.inboxes or self.is_closed:
                 raise ClusterError(f"this wire {'is closed' if self.is_closed else f'has an inbox {name!r} already'}")
-            self.inboxes[name] = inbox = Inbox(self, name, handler)
+            self.inboxes[name] = inbox = Inbox(self, name, handler, repeatable)
         return inbox
 
     def reach(self, address: str, name: str, *, target: str = "", lost_after: float = LOST_SECONDS) -> Peer:
@@ -397,19 +404,17 @@ class Node:
     def _run(self) -> None:
         looked = now = time.monotonic()
         while not self.is_closed:
-            # ZeroMQ signals a packet once, and sending may take the signal: look at the sockets that were used.
-            again = [used for used in self._used if int(used.get(_EVENTS)) & _POLLIN] if self._used else []
-            self._used.clear()
+            # ZeroMQ signals a packet once, and sending may take the signal: so ask before the thread sleeps.
+            ready = [each for each in (self._router, self._caller) if int(each.get(_EVENTS)) & _POLLIN]
             self._sleeps = True
-            is_busy = bool(again) or not self._todo.empty()
-            events = self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now))
-            self._sleeps = False
-            for fd, _ in events:
+            is_busy = bool(ready) or not self._todo.empty()
+            for fd, _ in self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now)):
                 if fd == self._wake:
                     os.eventfd_read(fd)
-                elif (source := self._sources[fd]) not in again:
-                    again.append(source)
-            for source in again:
+                elif (source := self._sources[fd]) not in ready:
+                    ready.append(source)
+            self._sleeps = False
+            for source in ready:
                 self._guard(self._receive, source)
             for _ in range(self._todo.qsize()):
                 function, arguments = self._todo.get()
@@ -441,7 +446,7 @@ class Node:
         self._next_look = self.clock + _FORGET_SECONDS / 100
         for key, sender in list(self.senders.items()):
             if sender.heard < self.clock - _FORGET_SECONDS and None not in sender.replies.values():
-                del self.senders[key]
+                self._forget_sender(key)
 
     def _release(self) -> None:
         self._caller.disable_monitor()
@@ -452,13 +457,14 @@ class Node:
 
     def connect(self, line: Line) -> None:
         """Begin to connect."""
-        line.route, line.is_up, line.down_since = b"%d" % next(self.numbers), False, self.clock
+        line.number, line.is_up, line.down_since = next(self.numbers), False, self.clock
+        line.route = b"%d" % line.number
         self._routes[line.route] = line
         if line.address == self.address:
             self._has_connected(line.route)
         else:
             with contextlib.suppress(zmq.ZMQError):  # no address: it is never up
-                self._caller.connect_routing_id = line.route
+                self._caller.connect_routing_id, self._caller.ipv6 = line.route, "[" in line.address
                 self._caller.connect(line.address)
 
     def _disconnect(self, line: Line) -> None:
@@ -477,7 +483,6 @@ class Node:
                 buffers = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
                 return self.do(self.received, header, buffers, route)
             source, route = self._caller, route.route
-        self._used.add(source)
         frames = to_frames(packer().pack(header), packed)
         for frame in (route, *frames[:-1]):  # as `send_multipart`, but without its enums
             source.send(frame, _SNDMORE)
@@ -486,10 +491,9 @@ class Node:
 
     def _receive(self, source: Any) -> None:
         """Take the packets that have come to this socket, but not without end."""
-        self._used.add(source)
         for _ in range(_MOST_PACKETS):
             if not int(source.get(_EVENTS)) & _POLLIN:
-                return self._used.discard(source)
+                return
             parts = [source.recv(_NOBLOCK, copy=False)]
             while parts[-1].more:  # to ask the socket, as `recv_multipart` does, takes 3 µs for each part
                 parts.append(source.recv(_NOBLOCK, copy=False))
@@ -504,6 +508,7 @@ class Node:
                 self._has_connected(frames[0])
             else:
                 self._guard(self._parse, frames[1:], frames[0] if source is self._router else None)
+        self.do(self._receive, source)  # it may not signal what is left
 
     def _has_connected(self, route: bytes) -> None:
         """The router at the other end sends an empty frame through each new connection (`probe_router`)."""
@@ -522,7 +527,7 @@ class Node:
         try:
             first = frames[0]
             end = 4 + int.from_bytes(first[:4], "big")
-            header = msgpack.unpackb(first[4:end], max_array_len=6)
+            header = msgpack.unpackb(first[4:end], max_array_len=7)
             if end > 4096 or [*map(type, header)] != _TYPES or not 0 <= header[5] <= header[4] < 2**62:
                 raise ValueError("no header")
             if not (REQUEST if route else REPLY) <= header[0] <= GONE or len(header[2]) + len(header[3]) > 1000:
@@ -533,50 +538,106 @@ class Node:
 
     def received(self, header: Any, packed: list[Any], route: Any) -> None:
         """A packet has come."""
-        kind, target, name, sender_id, number, done = header
+        kind, target, name, sender_id, number, done, connection = header
         if kind != REQUEST:
             peer = self._peers.get(sender_id)
             return None if peer is None else peer.heard(kind, number, packed)
         inbox = self.inboxes.get(name) if target in ("", self.id) else None
         if inbox is None:
-            return self.send(route, (GONE, "", name, sender_id, number, 0), [b""])
+            return self.send(route, (GONE, "", *header[2:]), [b""])
         if (sender := self.senders.get(sender_id)) is None:
+            if len(self.senders) >= _MOST_SENDERS:
+                self.count("refused")
+                return self.send(route, (ERROR, *header[1:]), encode(f"this node has {_MOST_SENDERS:,} senders"))
             self.senders[sender_id] = sender = _Sender(name)
-        sender.route, sender.heard = route, self.clock
+        if connection >= sender.connection:
+            sender.route, sender.connection = route, connection
+        sender.heard = self.clock
         # Usually few numbers, but a stranger may send any.
         for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):
             if old < done:
-                sender.replies.pop(old, None)
+                self._drop(sender_id, sender, old)
         sender.done = max(sender.done, done)
-        if number < sender.done or number in sender.replies:  # it was run before
+        return self._take(inbox, sender, header, packed)
+
+    def _take(self, inbox: Inbox, sender: _Sender, header: Header, packed: list[Any]) -> None:
+        """Run a request, or send its reply again."""
+        number = header[4]
+        if number < sender.done or number <= sender.dropped or number in sender.replies:  # it was run before
             self.count("again")
-            if (reply := sender.replies.get(number)) is not None:
-                self.send(route, (reply[0], *header[1:]), reply[1])
+            reply = sender.replies.get(number, (ERROR, encode("the reply to this request was forgotten")))
+            if number >= sender.done and reply is not None:
+                self.send(sender.route, (reply[0], *header[1:]), reply[1])
             return None
         sender.replies[number] = None
+        inbox.n_open += 1
+        call = Call(inbox, header)
         try:
-            if len(inbox) >= _MOST_WAITING:
-                raise BadMessageError(f"the inbox {name} is full: {_MOST_WAITING:,} requests wait")
-            call = Call(self, header, decode(packed))
+            if inbox.n_open > _MOST_WAITING:
+                raise BadMessageError(f"the inbox {inbox.name} is full: {_MOST_WAITING:,} requests wait")
+            call.message = decode(packed)
             return inbox.put(call)
         except Exception as error:  # it fails this request, not the node, which others use too
             self.count("refused")
-            text = str(error) if isinstance(error, BadMessageError) else f"{type(error).__name__}: {error}"
-            return self.answer(header, ERROR, encode(text))
+            return None if call.is_answered else call.fail(describe(error).removeprefix("BadMessageError: "))
 
-    def answer(self, header: Header, kind: int, packed: list[Any]) -> None:
-        """Remember a reply, and send it."""
-        sender = self.senders.get(header[3])
-        if sender is not None and sender.replies.get(header[4], 0) is None:  # otherwise nobody waits any more
-            sender.replies[header[4]] = (kind, packed)
-            self.send(sender.route, (kind, *header[1:]), packed)
+    def answer(self, inbox: Inbox, header: Header, kind: int, packed: list[Any]) -> None:
+        """Send a reply, and keep it until the sender has it."""
+        inbox.n_open -= 1
+        _, _, _, key, number, *_ = header
+        sender = self.senders.get(key)
+        if sender is None or sender.replies.get(number, 0) is not None:  # nobody waits any more
+            return
+        if inbox.is_repeatable:
+            del sender.replies[number]
+        else:
+            sender.replies[number] = (kind, packed)
+            self._kept[key, number] = size = sum(map(len, packed))
+            self._kept_bytes += size
+        self.send(sender.route, (kind, *header[1:]), packed)
+        while len(self._kept) > _MOST_KEPT or (self._kept_bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
+            key, number = next(iter(self._kept))
+            self.senders[key].dropped = max(number, self.senders[key].dropped)
+            self._drop(key, self.senders[key], number)
+
+    def _drop(self, key: str, sender: _Sender, number: int) -> None:
+        """Forget a request of this sender."""
+        if sender.replies.pop(number, None) is not None:
+            self._kept_bytes -= self._kept.pop((key, number))
+
+    def _forget_sender(self, key: str) -> None:
+        sender = self.senders.pop(key)
+        for number in list(sender.replies):
+            self._drop(key, sender, number)
 
     def end(self, name: str) -> None:
         """An inbox was closed: tell those who wait for its replies."""
         for key, sender in [item for item in self.senders.items() if item[1].inbox == name]:
             for number in [number for number, reply in sender.replies.items() if reply is None]:
-                self.send(sender.route, (GONE, "", name, key, number, 0), [b""])
-            del self.senders[key]
+                self.send(sender.route, (GONE, "", name, key, number, 0, 0), [b""])
+            self._forget_sender(key)
+
+
+def _own_address(host: str) -> str:
+    """Where a node listens, as ZeroMQ writes it. Raises `ConfigError` for every network at once, in any spelling."""
+    must_be("host", host, isinstance(host, str), "an address or a name of this machine")
+    name = host.strip("[]")
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name or "0", None, type=socket.SOCK_STREAM)]
+    except (OSError, ValueError) as error:  # ValueError: it cannot be a name
+        if name in (interface for _, interface in socket.if_nameindex()):
+            return name
+        if name == "*":
+            found = ["0.0.0.0"]
+        else:
+            raise ConfigError(f"cannot listen at host={host!r}: {error}") from error
+    addresses = [ipaddress.ip_address(each) for each in found]
+    if any((getattr(each, "ipv4_mapped", None) or each).is_unspecified for each in addresses):
+        raise ConfigError(
+            f"host={host!r} would open a port on every network of this machine: give the address of one network"
+        )
+    first = min(addresses, key=lambda each: each.version)
+    return str(first) if first.version == 4 else f"[{first}]"
 
 
 def to_frames(header: bytes, packed: list[Any]) -> list[Any]:

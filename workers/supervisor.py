@@ -162,6 +162,15 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now, and something else has waited for it
                 os.kill(self.pid, signal.SIGCONT)
 
+    def raise_limit(self) -> None:
+        """Let it open as many files as this process may by now: it has the limit that was there when it started."""
+        if hasattr(resource, "prlimit"):
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or must not
+                wanted, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                soft, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+                if soft != resource.RLIM_INFINITY and (wanted > soft or wanted == resource.RLIM_INFINITY):
+                    resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (wanted, hard))
+
     def close(self) -> None:
         """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
         if self.is_own and self.control.fileno() >= 0:
@@ -220,6 +229,7 @@ class SupervisedProcess:
             raise
 
     def _request(self, supervisor: Supervisor) -> None:
+        supervisor.raise_limit()
         data, fds = descriptors.dumps(self._function)
         # A fork has the main process's resource tracker, if this has one.
         with _standard_fds_taken():

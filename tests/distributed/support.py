@@ -17,7 +17,7 @@ import pytest
 
 from penstock import SerialSampler
 from penstock.distributed.keys import Connection
-from penstock.distributed.parameters import ParameterClient, ParameterServer
+from penstock.distributed.parameters import ParameterClient
 from penstock.distributed.wire import Node
 
 from ..support import until
@@ -66,12 +66,11 @@ def in_four_threads(run: Callable[[int], None]) -> None:
         thread.join()
 
 
-def newer(server: ParameterServer, client: ParameterClient) -> Any:
-    """The next parameters that come from this server."""
+def newer(client: ParameterClient) -> Any:
+    """The next parameters that come."""
     found = list[Any]()
 
     def comes() -> bool:
-        server.serve()
         found.append(client.newer())
         return found[-1] is not None
 
@@ -129,6 +128,58 @@ class Proxy:
         self._end(self._listener)
         self._threads[0].join(10)  # it adds no more now
         self._end(*self._sockets)
+        for thread in self._threads:
+            thread.join(10)
+        for each in (self._listener, *self._sockets):
+            each.close()
+
+
+class LateLink:
+    """A link to a port of this machine. From `cut` on, its first connection brings nothing, and later ones do. What was
+    sent through the first one comes with `bring`, as a system delivers it when a broken network works again."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.is_cut, self.n, self._held = port, False, 0, bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets, self._threads = list[socket.socket](), list[threading.Thread]()
+        self._start(self._accept)
+
+    def _start(self, run: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=run, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                near, far = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [near, far]
+                self.n += 1
+                self._start(self._pump, near, far, self.n == 1, self._held)
+                self._start(self._pump, far, near, self.n == 1, bytearray())
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_first: bool, held: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if is_first and self.is_cut:
+                    held += data
+                else:
+                    target.sendall(data)
+        if not (is_first and self.is_cut):
+            for each in (source, target):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def bring(self) -> None:
+        """The client has left the first connection."""
+        self._threads[1].join(10)
+        self._sockets[1].sendall(self._held)
+
+    def close(self) -> None:
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(10)
         for thread in self._threads:
             thread.join(10)
         for each in (self._listener, *self._sockets):

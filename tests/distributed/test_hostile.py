@@ -5,26 +5,33 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 zmq = pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
 msgpack = pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 
-from penstock import ConfigError, PeerLostError  # noqa: E402
-from penstock.distributed import ControlPanel  # noqa: E402
+from penstock import ConfigError, FunctionAgent, PeerLostError  # noqa: E402
+from penstock.distributed import Actors, ActorWorker, ControlPanel, Experiment, Policies, PolicyWorker, Training  # noqa: E402
 from penstock.distributed.keys import Connection  # noqa: E402
 from penstock.distributed.messages import BadMessageError, decode, encode  # noqa: E402
+from penstock.distributed.names import NameClient  # noqa: E402
+from penstock.distributed.parameters import ParameterServer, read_parameters  # noqa: E402
 from penstock.distributed.wire import GONE, REPLY, REQUEST, Node, to_frames  # noqa: E402
+from penstock.testing import DelegatingAgent  # noqa: E402
 
 from ..scale import scaled  # noqa: E402
-from .support import Bomb, note, wait_until  # noqa: E402
+from .support import SAMPLER, Bomb, note, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.timeout(scaled(1800, 120))
 N_FRAMES = scaled(100_000, 3_000)
@@ -98,7 +105,8 @@ def test_hostile_frames_of_somebody_with_the_key(keys: Connection, wire: Node, t
     for number in range(N_FRAMES):
         kind = rng.choice([REQUEST, REQUEST, REQUEST, GONE, REPLY, 99, -1, "x", None])
         target, inbox = rng.choice(["", "other", wire.id]), rng.choice(["echo", "echo", "nobody", "x" * 2000])
-        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, rng.choice([0, number, 2**62, -5])]
+        counts = rng.choice([0, number, 2**62, -5]), rng.choice([0, number, 2**63])
+        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, *counts]
         head = rng.choice([msgpack.packb(header)] * 3 + [bomb, rng.randbytes(30), b"\x91" * 5000, b""])
         frames = to_frames(head, bodies(rng, bomb))
         dealer.send_multipart(frames if rng.random() < 0.9 else [head, *frames])
@@ -123,7 +131,7 @@ def test_nobody_gets_in_without_the_key(keys: Connection, wire: Node, client: st
         dealer.curve_publickey, dealer.curve_secretkey = public, secret
     dealer.connect(wire.address)
     for number in range(20):
-        header = msgpack.packb([REQUEST, "", "echo", "stranger", number, 0])
+        header = msgpack.packb([REQUEST, "", "echo", "stranger", number, 0, 0])
         dealer.send_multipart(to_frames(header, encode("let me in")))
     assert_answers(keys, wire)
     assert dealer.poll(300) == 0  # no answer
@@ -167,11 +175,54 @@ def test_only_this_machine_can_connect_by_default() -> None:
         assert set(listening) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "203.0.113.7"])
-def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: str) -> None:
-    error = "cannot listen" if host == "203.0.113.7" else "give the address of one network"
+EVERY_NETWORK = ["", "*", "0", "0.0", "0x0", "00.0x0.0", "000.000.000.000", "0.0.0.0"]
+EVERY_NETWORK += ["::", "[::]", "0:0::0", "::0.0.0.0", "::ffff:0.0.0.0", "::ffff:0:0", "[::FFFF:0.0.0.0]"]
+
+
+@pytest.mark.parametrize("host", [*EVERY_NETWORK, "203.0.113.7", "no such.host", "x" * 70, "a\0b", 5, None])
+def test_every_network_at_once_and_the_address_of_another_machine_are_refused(keys: Connection, host: Any) -> None:
+    error = (
+        "give the address of one network" if host in EVERY_NETWORK else "cannot listen at host=|host must be an address"
+    )
     with pytest.raises(ConfigError, match=error):
         replace(keys, host=host).wire()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "localhost", "lo", "::1", "[::1]"])
+def test_a_node_listens_at_one_address(keys: Connection, host: str) -> None:
+    if ":" in host:
+        with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+            try:
+                probe.bind(("::1", 0))
+            except OSError:
+                pytest.skip("this machine has no IPv6")
+    with contextlib.closing(replace(keys, host=host).wire()) as node:
+        node.open("echo", lambda call: call.reply(call.message))
+        assert node.address.startswith("tcp://[::1]:" if ":" in host else "tcp://127.0.0.1:")
+        assert_answers(keys, node)
+
+
+def test_somebody_with_the_key_who_never_acknowledges_takes_a_bounded_memory(
+    keys: Connection, wire: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.distributed.wire._MOST_KEPT", 100)
+    monkeypatch.setattr("penstock.distributed.wire._MOST_SENDERS", 5)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
+        text.encode() for text in (keys.server_public, keys.client_public, keys.client_secret)
+    )
+    dealer.connect(wire.address)
+    n = 1000
+    for number in range(n):
+        header = msgpack.packb([REQUEST, "", "echo", f"sender {number % 10}", number, 0, 0])
+        dealer.send_multipart(to_frames(header, encode("x" * 1000)))
+        assert dealer.poll(10_000)
+        dealer.recv_multipart()
+    assert len(wire.senders) == 5
+    assert wire._kept_bytes <= 100 * 1010
+    assert sum(len(sender.replies) for sender in wire.senders.values()) == len(wire._kept) == 100
+    context.destroy(linger=0)
 
 
 def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:
@@ -215,3 +266,88 @@ def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: 
 def test_what_is_no_message_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(BadMessageError, match=r"no message|nested"):
         decode(frames)
+
+
+# ---- code --------------------------------------------------------------------------------------
+
+UNPICKLES = re.compile(
+    r"\b(pickle|pickling|cloudpickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)\b|\b(torch|np)\.load\("
+    r"|(?<![\w.])(eval|exec)\((?!\))"
+)
+#: How often a file has what could run code, and where its bytes are from. None are from a socket of penstock's.
+OWN, FILE, RAY = (
+    "a process of this program, through memory or a pipe",
+    "a file that the user names",
+    "Ray, with its token",
+)
+MAY_RUN_CODE = {
+    "agents/agent.py": (1, FILE),  # weights only
+    "agents/function.py": (2, OWN),
+    "buffers/descriptors.py": (1, OWN),
+    "buffers/object_pipe.py": (1, OWN),
+    "buffers/reports.py": (2, OWN),
+    "columns/log_writer.py": (1, OWN),
+    "distributed/launch_ray.py": (1, RAY),
+    "distributed/launched.py": (1, OWN),
+    "distributed/shard.py": (2, RAY),
+    "distributed/trainer_worker.py": (3, FILE),  # weights only, unless trust_checkpoint
+    "envs/recorded_episode.py": (1, FILE),
+    "envs/state.py": (2, FILE),
+    "evaluation/background.py": (2, OWN),
+    "evaluation/eval_results.py": (1, FILE),  # it refuses code
+    "learning/checkpoint.py": (1, FILE),  # it refuses code
+    "samplers/log_reader.py": (1, OWN),
+    "samplers/resuming.py": (3, FILE),
+    "samplers/sampler_program.py": (1, OWN),
+    "testing/agent_rules.py": (1, OWN),
+    "vector/making.py": (1, OWN),
+    "vector/objects.py": (1, OWN),
+    "vector/step_program.py": (1, OWN),
+    "vector/vector_infos.py": (1, OWN),
+    "workers/program.py": (1, OWN),
+    "workers/supervisor.py": (1, OWN),
+}
+
+
+def test_what_can_run_code_is_known_and_none_of_it_gets_bytes_from_a_socket() -> None:
+    """`test_experiment.py` has runs whose workers cannot unpickle."""
+    import penstock
+
+    found, root = Counter[str](), Path(penstock.__file__).parent
+    for file in root.rglob("*.py"):
+        found[str(file.relative_to(root))] = len(UNPICKLES.findall(file.read_text()))
+    assert {file: n for file, n in found.items() if n} == {file: n for file, (n, _) in MAY_RUN_CODE.items()}
+    # These read what comes from a socket.
+    for name in ("wire", "messages", "names", "streams", "parameters", "pieces", "remote", "role", "panel"):
+        assert f"distributed/{name}.py" in found
+        assert f"distributed/{name}.py" not in MAY_RUN_CODE
+
+
+def act(observation: Any) -> Any:
+    return np.zeros(len(observation), np.int64)
+
+
+@pytest.mark.parametrize("make_agent", [lambda: FunctionAgent(act), lambda: DelegatingAgent(FunctionAgent(act))])
+@pytest.mark.parametrize("inference", [None, "policy"])
+def test_a_function_that_somebody_with_the_key_publishes_is_not_run(
+    tmp_path: Path, make_agent: Any, inference: str | None
+) -> None:
+    """The function of a `FunctionAgent` does not cross a wire."""
+    plan = Experiment("test", make_agent, Actors(1, SAMPLER, bootstrap_value=False), Training(int), seed=1).plan()
+    assert read_parameters(plan.agent()) == {}
+    bomb = np.frombuffer(pickle.dumps(Bomb(tmp_path / "exploded")), np.uint8)
+    make: Any = ActorWorker if inference is None else PolicyWorker
+    of = Actors(1, SAMPLER, bootstrap_value=False) if inference is None else Policies(1)
+    with ControlPanel("test") as panel:
+        wire = panel.connection.wire()
+        server = ParameterServer(wire, NameClient(wire, panel.connection.address), "policy")
+        server.publish(1, {})
+        panel.launch(lambda: make(of, plan), name="worker")
+        panel.connect()
+        panel.request("worker/0", "configure")
+        panel.request("worker/0", "start")
+        server.publish(2, {"function": bomb})
+        wait_until(lambda: panel.stats()["worker/0"]["status"] == "ERROR")
+        assert "parameters of the trainer do not fit" in panel.stats()["worker/0"]["text"]
+        wire.close()
+    assert not (tmp_path / "exploded").exists()

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
-import random
 import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from penstock import AgentStep, CategoricalPgAgent, NamedArrays, RandomAgent, RequestError, SerialSampler
+from penstock import AgentStep, NamedArrays, RandomAgent, RequestError, SerialSampler
 from penstock.distributed import (
     Actors,
     ActorWorker,
@@ -45,8 +41,8 @@ from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient
 from penstock.distributed.pieces import piece_of
 
-from ..scale import FULL, scaled
-from .support import MAKES, SAMPLER, need, needs_zmq, wait_until
+from ..scale import scaled
+from .support import MAKES, SAMPLER, need, wait_until
 from .test_experiment import Publisher, Steps, experiment, joined, panel, recurrent_agent, start
 
 __all__ = ["joined", "panel"]
@@ -77,7 +73,7 @@ def plan_of(agent: Any = RandomAgent) -> Any:
 def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: ControlPanel, joined: Any) -> None:
     plan = plan_of()
     start(panel, trainer=partial(TrainerWorker, Training(Steps, max_staleness=1), plan))
-    client, producer = ParameterClient(*joined, "policy"), SampleProducer(*joined, "train", credit=100)
+    client, producer = ParameterClient(joined[1], "policy"), SampleProducer(*joined, "train", credit=100)
     client.first(lambda: False)
     lineage, number = client.version
     assert (lineage > 0, number) == (True, 1)
@@ -89,6 +85,74 @@ def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: Contro
             assert producer.put(piece_of(samples.numpy().copy(), infos, version, "test"), 10)
     wait_until(lambda: panel.stats()["trainer/0"].get("version") == 3)
     assert panel.stats()["trainer/0"]["stale"] == 4, "two foreign ones, a newer one, an old one"
+
+
+def pieces_of(actor: str, sampler: Any, plan: Any, version: tuple[int, int]) -> Any:
+    with sampler() as made:
+        made.initialize(plan.agent(), seed=0)
+        samples, infos = made.obtain_samples(0)
+        return piece_of(samples.numpy().copy(), infos, version, actor)
+
+
+UNFIT: dict[str, Callable[[Any], Any]] = {
+    "no dict": lambda piece: "nonsense",
+    "no samples": lambda piece: {**piece, "samples": {}},
+    "a list": lambda piece: {**piece, "samples": {**piece["samples"], "env": [1]}},
+    "a field less": lambda piece: {**piece, "samples": {**piece["samples"], "agent": {}}},
+    "a number": lambda piece: {**piece, "samples": {**piece["samples"], "agent": {"action": 3}}},
+    "policies": lambda piece: {**piece, "policies": ["main"]},
+    "infos": lambda piece: {**piece, "infos": {"Return": np.zeros((2, 2))}},
+    "version": lambda piece: {**piece, "version": "1"},
+    "large version": lambda piece: {**piece, "version": 2**63},
+    "actor": lambda piece: {**piece, "actor": None},
+}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_pieces_that_do_not_fit_those_of_the_run_are_dropped_and_their_actors_end(
+    panel: ControlPanel, joined: Any, is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The actor with the lowest number is right, whoever comes first. The trainer goes on."""
+    plan = plan_of()
+    start(panel, trainer=partial(TrainerWorker, Training(Steps, batch=2), plan))
+    client = ParameterClient(joined[1], "policy")
+    client.first(lambda: False)
+    good = pieces_of("actor/0", SAMPLER, plan, client.version)
+    longer = partial(SerialSampler, "CartPole-v1", batch_T=16, batch_B=4)
+    other = partial(SerialSampler, "MountainCar-v0", batch_T=8, batch_B=4)
+    makers: dict[str, Any] = {"longer": longer, "other": other}
+    unfit = {
+        name: pieces_of("actor/1", sampler, plan_of() if name == "longer" else other_plan(other), client.version)
+        for name, sampler in makers.items()
+    }
+    unfit |= {name: change(good) for name, change in UNFIT.items()}
+
+    def put(piece: Any) -> SampleProducer:
+        producer = SampleProducer(*joined, "train", credit=100)
+        assert producer.put(piece, 10)
+        return producer
+
+    def n_unfit() -> int:
+        return int(panel.stats()["trainer/0"].get("unfit", 0))
+
+    if is_first:  # one that waits for a second piece is dropped as soon as the right one comes
+        put(unfit.pop("longer"))
+    put(good)
+    wait_until(lambda: n_unfit() == is_first)
+    for piece in unfit.values():
+        with pytest.raises(RequestError, match=r"does not fit those of actor/0|is no piece of samples"):
+            put(piece).flush(10)
+    wait_until(lambda: n_unfit() == len(unfit) + is_first)
+    assert panel.stats()["trainer/0"]["version"] == 1
+    put(good)
+    wait_until(lambda: panel.stats()["trainer/0"]["version"] == 2)
+    said = [record.getMessage() for record in caplog.records if "a piece of actor/1" in record.getMessage()]
+    assert len(said) == (1 if is_first else 2)
+    assert panel.get_worker_status("trainer/0") is Status.RUNNING
+
+
+def other_plan(sampler: Any) -> Any:
+    return Experiment("other", RandomAgent, Actors(1, sampler), Training(Steps), seed=0).plan()
 
 
 def test_a_piece_is_as_old_as_the_oldest_parameters_that_have_acted_in_it() -> None:
@@ -187,7 +251,7 @@ def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(pane
     for generation in (0, 1, 2):
         own = panel.connection.wire()  # each is a process of its own
         client = InferenceClient(own, names, "policy", f"actor/{generation}", generation=generation)
-        for acting in (StreamAgent(client), plan.agent()):
+        for acting in (StreamAgent(client, RandomAgent()), plan.agent()):
             with SAMPLER() as sampler:
                 sampler.generation = client.generation << 16
                 sampler.initialize(acting, seed=plan.seed, world_size=2)
@@ -199,11 +263,10 @@ def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(pane
 
 
 @pytest.mark.parametrize(
-    ("n_actors", "n_trainers", "batch", "max_staleness", "routing"),
-    [(1, 1, 3, 0, "any"), (3, 1, 2, 1, "any"), (1, 2, 2, 0, "any"), (2, 2, 3, 0, "one"), (2, 2, 2, 0, "all")],
+    ("n_actors", "n_trainers", "batch", "max_staleness"), [(1, 1, 3, 0), (3, 1, 2, 1), (1, 2, 2, 0), (2, 2, 3, 0)]
 )
 def test_actors_are_held_back_and_nobody_waits_for_ever(
-    panel: ControlPanel, n_actors: int, n_trainers: int, batch: int, max_staleness: int, routing: Any
+    panel: ControlPanel, n_actors: int, n_trainers: int, batch: int, max_staleness: int
 ) -> None:
     class Learns(Steps):
         def step(self, batch: Batch) -> None:
@@ -216,14 +279,10 @@ def test_actors_are_held_back_and_nobody_waits_for_ever(
             return super()._staleness(piece) if n_trainers == 1 else 0.0
 
     plan, training = plan_of(), Training(Learns, batch=batch, max_staleness=max_staleness)
-    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER, routing=routing), training, seed=0)._makers(plan)
+    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER), training, seed=0)._makers(plan)
     trainers = {f"trainer{i}": partial(Rank, training, plan) for i in range(n_trainers)}
     start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
-    # With "one", a trainer may have no actor.
-    have_learned = any if routing == "one" else all
-    wait_until(
-        lambda: have_learned(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60
-    )
+    wait_until(lambda: all(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60)
     if n_trainers == 1:
         figures = panel.stats()["trainer0/0"]
         n_trained = batch * (figures["version"] - 1)
@@ -360,199 +419,3 @@ def test_a_failing_configure_during_a_restart_is_tried_again_and_versions_do_not
         assert run.restarts == {"trainer/0": 2, "actor/0": 0, "actor/1": 0}
     assert versions == sorted(versions)
     assert min(versions) >= 1
-
-
-# ---- faults --------------------------------------------------------------------------------
-
-HOLD_SECONDS = 8.0
-LIFE = 2**16  # a stamp is life * LIFE + number: a float32 has 24 bits
-
-
-def stamped_model(observation_space: Any, action_space: Any) -> Any:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 2)
-            self.stamp = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
-
-        def forward(self, observation: Any) -> tuple[Any, Any]:
-            return self.layer(observation), self.stamp.expand(observation.shape[:-1])
-
-    return Model()
-
-
-class Faulty:
-    """What runs in the workers: the parameters carry life and number of the trainer that made them, and a worker holds
-    the interpreter lock for some seconds if there is a file with its process id."""
-
-    def __init__(self, folder: Path, max_staleness: int) -> None:
-        self.folder, self.max_staleness = folder, max_staleness
-
-    def hold(self) -> None:
-        file = self.folder / str(os.getpid())
-        if file.exists():
-            file.unlink()
-            ctypes.PyDLL(None).usleep(int(HOLD_SECONDS * 1e6))
-
-    def make_agent(self) -> CategoricalPgAgent:
-        faulty = self
-
-        class Agent(CategoricalPgAgent):
-            def step(self, *args: Any) -> Any:
-                faulty.hold()
-                return super().step(*args)
-
-        return Agent(partial(stamped_model))
-
-    def make_trainer(self, agent: Any) -> Any:
-        faulty = self
-
-        class Trainer:
-            def __init__(self) -> None:
-                with (faulty.folder / "lives").open("a") as file:
-                    file.write("x")
-                self.life, self.number, self.wrong = (faulty.folder / "lives").stat().st_size, 1, 0
-                self.stamp()
-
-            def stamp(self) -> None:
-                agent.model.stamp.fill_(float(LIFE * self.life + self.number))
-
-            def step(self, batch: Batch) -> dict[str, float]:
-                faulty.hold()
-                stamps = batch.samples.agent.agent_info.value
-                ages = LIFE * self.life + self.number - stamps
-                self.wrong += int(((ages < 0) | (ages > faulty.max_staleness)).sum())
-                self.number += 1
-                self.stamp()
-                time.sleep(scaled(0.05, 0.3))  # actors and policy workers wait for it
-                return {"wrong": self.wrong, "life": self.life, "number": self.number}
-
-        return Trainer()
-
-
-def pid_of(run: Any, name: str) -> int | None:
-    try:
-        return int(run.panel.pid(name))
-    except Exception:  # Ray is starting it, or it has ended
-        return None
-
-
-FAULTS = ("kill", "stop 3", "hold", "kill twice", "cut names", "stop 60")
-#: Daily. `test_a_silent_worker...` has "hold", and a worker that is stopped for long. `test_an_experiment_goes_on...`
-#: has "kill".
-USUAL_FAULTS = ("stop 3", "kill twice", "cut names")
-N_FAULTS = scaled(200, len(USUAL_FAULTS))
-
-
-@pytest.mark.parametrize("inference", scaled(["policy", None], ["policy"]))
-@pytest.mark.parametrize("wire", ["zmq", pytest.param("ray", marks=pytest.mark.ray)])
-def test_random_faults(wire: Any, inference: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """After each, the run goes on, and no batch was trained on that was older than `max_staleness` by lineage."""
-    need(wire, request)
-    rng = random.Random(int(os.environ.get("PENSTOCK_SEED", "0")))
-    faulty = Faulty(tmp_path, 2)
-    made = Experiment(
-        "faults",
-        faulty.make_agent,
-        Actors(2, partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4), inference=inference),
-        Training(faulty.make_trainer, batch=2, max_staleness=2),
-        Policies(2) if inference else None,
-        seed=1,
-    )
-    tally, wrong = Counter[str](), 0.0
-    with made.run(wire=wire, max_restarts=1000, hang_timeout=30) as run:
-
-        def advances(n: int = scaled(6, 3)) -> bool:
-            """Wait until the present life of the trainer has made n more steps, and all workers run."""
-            nonlocal wrong
-            begun: dict[float, float] = {}
-
-            def is_over(state: RunState) -> bool:
-                nonlocal wrong
-                figures = state.trainer
-                wrong = max(wrong, figures.get("wrong", 0))
-                if "life" in figures:
-                    begun.setdefault(figures["life"], figures["number"])
-                    are_up = all(worker["status"] == "RUNNING" for worker in state.workers.values())
-                    return are_up and figures["number"] >= begun[figures["life"]] + n
-                return False
-
-            return is_over(run.wait(is_over, timeout=180))
-
-        assert advances()
-        for k in range(N_FAULTS):
-            fault = rng.choice(FAULTS) if FULL else USUAL_FAULTS[k]
-            name = rng.choice(list(run.restarts))
-            pid = pid_of(run, name)
-            if pid is None:
-                continue
-            before = dict(run.restarts)
-            tally[f"{fault} {name.partition('/')[0]}"] += 1
-            try:
-                inject(run, fault, name, pid, tmp_path)
-            except psutil.NoSuchProcess:
-                continue
-            assert advances(), f"fault {k}, {fault} of {name}: {run.panel.table()}"
-            assert wrong == 0, f"fault {k}, {fault} of {name}"
-            if fault in ("stop 3", "hold", "cut names") or (fault == "stop 60" and name.startswith("trainer")):
-                assert run.restarts == before, f"fault {k}: {fault} of {name} has restarted a worker that lived"
-            logging.getLogger("penstock").info("fault %d: %s of %s", k, fault, name)
-        print(f"\n{sum(tally.values())} faults on {wire}, inference={inference}: {dict(tally)}; {run.restarts}")
-
-
-def inject(run: Any, fault: str, name: str, pid: int, folder: Path) -> None:
-    restarts = run.restarts[name]
-    if fault == "hold":
-        (folder / str(pid)).touch()
-        run.wait(lambda s: not (folder / str(pid)).exists(), timeout=60)
-        run.wait(lambda _: False, timeout=HOLD_SECONDS)
-    elif fault.startswith("stop"):
-        process, seconds = psutil.Process(pid), float(fault.split()[1])
-        process.suspend()
-        run.wait(lambda _: run.restarts[name] > restarts, timeout=seconds)
-        if process.is_running():
-            process.resume()
-    elif fault == "cut names":
-        inboxes = run.panel._wire.inboxes  # the table goes on to live, and nobody reaches it
-        cut = threading.Timer(2.0, inboxes.__setitem__, ("names", inboxes.pop("names")))
-        cut.start()  # the run may wait for the table meanwhile
-        run.wait(lambda _: not cut.is_alive(), timeout=60)
-        cut.join()
-    else:
-        os.kill(pid, signal.SIGKILL)
-        if fault == "kill twice":
-            run.wait(lambda _: pid_of(run, name) not in (pid, None), timeout=60)
-            second = pid_of(run, name)
-            if second is not None:
-                os.kill(second, signal.SIGKILL)
-        run.wait(lambda _: run.restarts[name] >= restarts + (1 if fault == "kill" else 2), timeout=120)
-
-
-@needs_zmq
-def test_a_silent_worker_is_unresponsive_and_does_not_block_the_loop(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    faulty, seen, calls = Faulty(tmp_path, 2), set[str](), list[float]()
-    made = Experiment(
-        "silent", faulty.make_agent, Actors(1, SAMPLER), Training(faulty.make_trainer, max_staleness=2), seed=1
-    )
-    with made.run(wire="zmq", hang_timeout=1.0) as run:
-
-        def look(state: RunState) -> bool:
-            calls.append(time.monotonic())
-            seen.update(f"{name} {facts['status']}" for name, facts in state.workers.items())
-            return False
-
-        (tmp_path / str(run.panel.pid("trainer/0"))).touch()
-        version = run.wait(lambda s: look(s) or "trainer/0 UNRESPONSIVE" in seen, timeout=60).version
-        assert version > 0
-        run.wait(lambda s: look(s) or s.version > version, timeout=60)
-        assert run.restarts["trainer/0"] == 0, "a trainer that holds the interpreter lock goes on"
-        assert any("in hold" in record.getMessage() for record in caplog.records), "its stacks are in the log"
-        psutil.Process(run.panel.pid("actor/0")).suspend()
-        state = run.wait(lambda s: look(s) or run.restarts["actor/0"] == 1, timeout=60)
-        assert run.restarts["actor/0"] == 1
-        assert any("was stopped by a signal" in record.getMessage() for record in caplog.records)
-        later = run.wait(lambda s: look(s) or s.version > state.version + 2, timeout=60)
-        assert later.version > state.version + 2
-    assert max(b - a for a, b in pairwise(calls)) < 2.0

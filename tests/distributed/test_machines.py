@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
 pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 
-from penstock import CategoricalPgAgent, ConfigError, RandomAgent
+from penstock import CategoricalPgAgent, ClusterError, ConfigError, RandomAgent, SerialSampler
 from penstock.__main__ import main
 from penstock.distributed import Actors, Batch, Experiment, Policies, RunState, Training
 
@@ -64,7 +66,6 @@ EXPERIMENT = Experiment(
     Training(Counting, batch=1),
     Policies(1),
 )
-OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT.training, EXPERIMENT.policies)
 """
 
 
@@ -93,6 +94,27 @@ def load(folder: Path) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "__main__"}  # its classes are pickled by value
     exec(MODULE, namespace)
     return namespace
+
+
+def others(experiment: Experiment) -> list[tuple[Experiment, str]]:
+    """Experiments that differ from this one, and what an error says of each."""
+
+    def acting(env: str = "CartPole-v1", T: int = 8, B: int = 4, **changes: Any) -> Experiment:
+        sampler = partial(SerialSampler, env, batch_T=T, batch_B=B)
+        return replace(experiment, actors=replace(experiment.actors, make_sampler=sampler, **changes))
+
+    return [
+        (replace(experiment, name="other"), "the name is joined there and other here"),
+        (acting(T=16), "batch_T is 8 there and 16 here"),
+        (acting(B=2), "batch_B is 4 there and 2 here"),
+        (acting(bootstrap_value=False), "bootstrap_value is True there and False here"),
+        (acting(joining=3), r"the number of actors is \(1, 2\) there and \(1, 3\) here"),
+        (replace(experiment, make_agent=RandomAgent), r"the parameters is {.*'float32\[3, 4\]'.* there and {} here"),
+        (
+            replace(acting("MountainCar-v0"), make_agent=RandomAgent),
+            "the observation space is .*; the action space is .*; the parameters",
+        ),
+    ]
 
 
 def samples(state: RunState, name: str = "actor/1") -> int:
@@ -126,8 +148,9 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
         state = run.wait(lambda s: samples(s, "actor/2") > 0, timeout=60)
         assert samples(state, "actor/2") > 0
         # `test_tuning.py` has what the command line makes of such an error.
-        with pytest.raises(ConfigError, match="the run and this experiment differ in"):
-            names["OTHER"].join(tmp_path / "run.json", ["actor/1"])
+        for other, says in others(experiment):
+            with pytest.raises(ConfigError, match=f"the run and this experiment differ: {says}"):
+                other.join(tmp_path / "run.json", ["actor/1"])
         for name, says in (("json:MODEL", "cannot load json:MODEL"), ("json:dumps", "json:dumps is no Experiment")):
             with pytest.raises(SystemExit, match=says):
                 main(["join", str(tmp_path / "run.json"), name, "--as", "actor/1"])
@@ -229,7 +252,9 @@ def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no connection file"):
         joinable.join(tmp_path / "none.json", ["actor/1"], timeout=0.1)
     for names in ([], "actor/1", ["actor/1", "actor/1"], ["actor/0"], ["actor/2"], ["policy/0"], ["actor"], [1]):
-        with pytest.raises(ConfigError, match="the names must be different ones of actor/1, as"):
+        with pytest.raises(
+            ConfigError, match=r"the names \(after --as\) must be some of actor/1, such as --as actor/1, got"
+        ):
             joinable.join(tmp_path / "none.json", names, timeout=0.1)  # type: ignore[arg-type]
 
 
@@ -309,3 +334,141 @@ def test_two_trainers_have_equal_parameters_and_are_restarted_together(
             assert sum(run.restarts.values()) == number, "one failure counts once"
             check(version - 4, version - 1)
     assert sum(run.restarts.values()) == len(scaled((1, 0, 1), (1,)))
+
+
+def linger(file: Path, seconds: float = 60.0) -> None:
+    """Wait until the file exists, but not for ever."""
+    until = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+class Gradients:
+    """Averages gradients with the other trainers."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+
+    def step(self, batch: Batch) -> None:
+        time.sleep(0.05)
+        self.agent.model.zero_grad()
+        self.agent.model(batch.samples.env.observation)[1].square().mean().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["actor/0", "policy/0"])
+def test_two_trainers_go_on_when_the_only_worker_of_a_kind_is_killed(name: str) -> None:
+    """One trainer waits for the other, that one for pieces, and the worker that is started again for parameters."""
+    inference = "policy" if name == "policy/0" else None
+    experiment = Experiment(
+        "two",
+        partial(CategoricalPgAgent, small_model),
+        Actors(1 + bool(inference), SAMPLER, inference=inference),
+        Training(Gradients, count=2, batch=2),
+        Policies(1) if inference else None,
+        seed=0,
+    )
+    with experiment.run(wire="zmq") as run:
+        version = run.wait(lambda s: s.version >= 4, timeout=120).version
+        for n in range(1, 1 + scaled(6, 2)):
+            os.kill(run.panel.pid(name), signal.SIGKILL)
+            state = run.wait(lambda s, n=n, v=version: run.restarts[name] >= n and s.version >= v + 4, timeout=60)
+            assert state.version >= version + 4
+            version = state.version
+        assert {other: n for other, n in run.restarts.items() if n} == {name: scaled(6, 2)}
+
+
+class Lingers:
+    """Its third step lasts until there is a file, or from then on each save."""
+
+    def __init__(self, folder: Path, what: str, agent: Any) -> None:
+        self.folder, self.what, self.n = folder, what, 0
+
+    def linger(self, what: str) -> None:
+        if self.n >= 3 and self.what == what:
+            (self.folder / "lingers").touch()
+            linger(self.folder / "go")
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.n += 1
+        self.linger("step")
+        return {"n": self.n}
+
+    def state_dict(self) -> dict[str, Any]:
+        self.linger("save")
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_an_actor_is_replaced_while_its_trainer_is_in_a_long_step(tmp_path: Path) -> None:
+    training = Training(partial(Lingers, tmp_path, "step"))
+    with Experiment("long", RandomAgent, Actors(1, SAMPLER), training, seed=0).run(wire="zmq") as run:
+        run.wait(lambda _: (tmp_path / "lingers").exists(), timeout=60)
+        pid = run.panel.pid("actor/0")
+        os.kill(pid, signal.SIGKILL)
+
+        def is_back(state: RunState) -> bool:
+            facts = state.workers["actor/0"]
+            return run.restarts["actor/0"] == 1 and facts["status"] == "RUNNING" and facts["samples"] > 0
+
+        assert is_back(run.wait(is_back, timeout=30))
+        (tmp_path / "go").touch()
+        assert run.wait(lambda s: s.version >= 5, timeout=30).version >= 5
+
+
+def lingering(folder: Path, what: str) -> Experiment:
+    training = Training(
+        partial(Lingers, folder, what), checkpoint=folder / "trainer.pt", save_every=2 if what == "step" else 10**6
+    )
+    return Experiment("slow", RandomAgent, Actors(1, SAMPLER), training, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("what", ["step", "save"])
+def test_the_end_of_a_run_waits_for_a_trainer_that_works_and_for_nobody_else(tmp_path: Path, what: str) -> None:
+    saved = lingering(tmp_path, what)
+    with saved.run(wire="zmq") as run:
+        condition = (lambda s: s.trainer.get("n", 0) >= 3) if what == "save" else (lambda s: lingers(tmp_path))
+        run.wait(condition, timeout=60)
+        actor = psutil.Process(run.panel.pid("actor/0"))
+        actor.suspend()  # so it ends only when it is killed, after `timeout`
+        run.panel.close = partial(run.panel.close, 0.3)  # type: ignore[method-assign]
+
+        def let_it_go() -> None:
+            wait_until(lambda: not actor.is_running(), 60)
+            (tmp_path / "go").touch()
+
+        thread = threading.Thread(target=let_it_go)
+        thread.start()
+    thread.join()
+    assert run.panel.failed_at_end == {}
+    state = torch.load(tmp_path / "trainer.pt", weights_only=True)
+    assert state["trainer"]["n"] == state["version"] - 1 >= 3
+
+
+def lingers(folder: Path) -> bool:
+    return (folder / "lingers").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("how", ["close_timeout", "hang_timeout"])
+def test_a_trainer_that_had_to_be_killed_is_an_error_that_says_what_is_lost(tmp_path: Path, how: str) -> None:
+    error = (
+        r"trainer/0 has failed at the end of the run: it has not ended within \d+ s, so it was killed. It had made "
+        r"version [123] or a later one, and had saved (none that is known|version 2 or a later one)$"
+    )
+    timeouts: Any = {how: 1.0}
+    with pytest.raises(ClusterError, match=error), lingering(tmp_path, "step").run(wire="zmq", **timeouts) as run:
+        run.wait(lambda _: lingers(tmp_path), timeout=60)
+        run.panel.close = partial(run.panel.close, 0.3)  # type: ignore[method-assign]
+        if how == "hang_timeout":
+            psutil.Process(run.panel.pid("trainer/0")).suspend()
+    assert torch.load(tmp_path / "trainer.pt", weights_only=True)["version"] == 2

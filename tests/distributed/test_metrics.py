@@ -1,18 +1,20 @@
-"""Where the figures of a run go: JSON lines, TensorBoard, Prometheus."""
+"""Where the figures of a run go: JSON lines, and the recipes for TensorBoard and Prometheus."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
-import sys
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 from penstock import ConfigError
-from penstock.distributed import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+from penstock.distributed import JsonLines, RunState
 from penstock.distributed.trainer_worker import _figures
 
 STATES = [
@@ -39,48 +41,57 @@ def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:
     assert lines == [{"version": s.version, "seconds": s.seconds, "workers": dict(s.workers)} for s in STATES]
 
 
+@pytest.mark.parametrize("plant", [os.symlink, os.link, lambda source, link: os.mkfifo(link)])
+def test_figures_go_into_no_file_that_somebody_has_planted(tmp_path: Path, plant: Any) -> None:
+    diary = tmp_path / "diary"
+    diary.write_text("mine")
+    plant(diary, tmp_path / "figures")
+    with pytest.raises(ConfigError, match="figures is a link, no file, or not your own: give the path of a file"):
+        JsonLines(tmp_path / "figures").write(STATES[0])
+    assert diary.read_text() == "mine"
+    JsonLines(tmp_path / "own").write(RunState(1, 1.0, {"a": {"status": "RUNNING", "strange": np.zeros(2)}}))
+    assert json.loads((tmp_path / "own").read_text())["workers"]["a"]["strange"] == "[0. 0.]"
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "no folder" / "figures").write(STATES[0])
+
+
+def recipe(name: str) -> Any:
+    """A class of docs/recipes/machines.md."""
+    page = (Path(__file__).parents[2] / "docs/recipes/machines.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {name}(" in block]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names[name]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard and its libraries
-def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
+def test_the_recipe_for_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason='tensorboard is not installed: pip install ".[metrics]"')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with TensorBoard(tmp_path) as metrics:
+    with recipe("Board")(str(tmp_path)) as metrics:
         for state in STATES:
             metrics.write(state)
-        events = EventAccumulator(str(tmp_path)).Reload()  # every write is flushed
+    events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Tags()["scalars"] == ["trainer/0/version", "trainer/0/return", "trainer/0/up"]
     assert [(event.step, event.value) for event in events.Scalars("trainer/0/return")] == [(1, 10.5), (2, 10.5)]
 
 
-def test_prometheus_reads_the_newest_figures_and_whether_each_worker_is_up() -> None:
+def test_the_recipe_for_prometheus_has_the_newest_figures_and_whether_each_worker_is_up() -> None:
     pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
-    with Prometheus() as metrics:
-        assert metrics.address.startswith("http://127.0.0.1:")
+    with recipe("Gauges")(0) as metrics:
+        host, port = metrics.server.server_address
         for state in STATES:
             metrics.write(state)
-        with urlopen(metrics.address, timeout=10) as answer:
+        with urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        with pytest.raises(ConfigError, match="cannot serve figures at host="):
-            Prometheus(int(metrics.address.split(":")[2].partition("/")[0]))
-    metrics.close()  # again
+    assert host == "127.0.0.1"
     assert [line for line in lines if not line.startswith("#")] == [
-        'penstock_version{worker="trainer/0"} 2.0',
-        'penstock_return{worker="trainer/0"} 10.5',
-        'penstock_up_{worker="trainer/0"} 0.25',
-        'penstock_up{worker="trainer/0"} 1.0',
-        'penstock_up{worker="actor/0"} 0.0',
+        'penstock{figure="version",worker="trainer/0"} 2.0',
+        'penstock{figure="return",worker="trainer/0"} 10.5',
+        'penstock{figure="up",worker="trainer/0"} 1.0',
+        'penstock{figure="up",worker="actor/0"} 0.0',
     ]
     with socket.socket() as free, pytest.raises(ConnectionError):
-        free.connect(("127.0.0.1", int(metrics.address.split(":")[2].partition("/")[0])))
-
-
-@pytest.mark.parametrize(("make", "module"), [(TensorBoard, "tensorboard"), (Prometheus, "prometheus_client")])
-def test_a_missing_library_is_named_with_its_extra(
-    make: type[MetricsSink], module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", module))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r'is not installed: pip install "\.\[metrics\]"'):
-        make(str(tmp_path)) if make is TensorBoard else make()  # type: ignore[call-arg]
+        free.connect((host, port))

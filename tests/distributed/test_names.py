@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock import NameTableError
 from penstock.distributed import ControlPanel
-from penstock.distributed.messages import BadMessageError, encode
-from penstock.distributed.names import LEASE_SECONDS, PAGE, NameTable
+from penstock.distributed.messages import BadMessageError
+from penstock.distributed.names import LEASE_SECONDS, NameTable, unpack_table
 
 from ..scale import scaled
 
@@ -70,7 +71,7 @@ class NamesMachine(RuleBasedStateMachine):
         if "a" not in self.model:
             self.model["a"] = (b"new", owner, False)
         self.deadlines[owner] = self.now + LEASE_SECONDS
-        beat(self.names, owner, {"a": [b"new", False], **mine}, [], ["", -1], "")
+        beat(self.names, owner, {"a": [b"new", False], **mine}, [], ["", -1])
 
     @rule(key=st.sampled_from(KEYS), owner=st.sampled_from(OWNERS))
     def delete(self, key: str, owner: str) -> None:
@@ -89,10 +90,10 @@ class NamesMachine(RuleBasedStateMachine):
     @rule(root=st.sampled_from(ROOTS))
     def look(self, root: str) -> None:
         found, since = self.seen[root]
-        answer = beat(self.names, "follower", {}, [root], since, "")
+        answer = beat(self.names, "follower", {}, [root], since)
         self.deadlines["follower"] = self.now + LEASE_SECONDS
         if answer["found"] is not None:
-            found = answer["found"]
+            found = unpack_table(answer["found"])
         self.seen[root] = found, answer["since"]
         assert found == {key: value[0] for key, value in self.live().items() if is_below(key, root)}
 
@@ -102,7 +103,7 @@ class NamesMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_table_is_the_model(self) -> None:
-        found = self.names.find([""])[0]
+        found = self.names.find([""])
         assert found == {key: value[0] for key, value in self.live().items()}
         assert list(found) == sorted(found)
 
@@ -118,16 +119,13 @@ def test_a_key_is_a_path(key: Any) -> None:
         NameTable(lambda: 0.0).add(key, b"", "x")
 
 
-def test_many_names_come_in_pages() -> None:
+def test_many_names_come_at_once() -> None:
     names = NameTable(lambda: 0.0)
     for i in range(1200):
         names.add(f"workers/{i:04}", b"x" * (60_000 if i % 300 == 7 else i), "owner")
-    seen, after = dict[str, object](), ""
-    while after is not None:
-        page, after = names.find(["workers", "workers/0001"], after)
-        assert len(encode(page)[0]) <= PAGE
-        seen |= page
-    assert len(seen) == 1200
+    assert len(names.find(["workers", "workers/0001"])) == 1200
+    found = unpack_table(beat(names, "other", {}, ["workers"], ["", -1])["found"])
+    assert found == names.find(["workers"])
 
 
 def test_a_value_has_a_limit() -> None:
@@ -142,25 +140,25 @@ def test_a_value_has_a_limit() -> None:
 def test_figures_concern_only_who_follows_them() -> None:
     names = NameTable(lambda: 0.0)
     names.add("streams/train/a", b"1", "x")
-    since = beat(names, "y", {}, ["streams/train"], ["", -1], "")["since"]
-    beat(names, "x", {"figures/a": [b"2", False]}, [], since, "")
-    assert beat(names, "y", {}, ["streams/train"], since, "")["found"] is None
-    assert beat(names, "z", {}, ["figures"], since, "")["found"] == {"figures/a": b"2"}
+    since = beat(names, "y", {}, ["streams/train"], ["", -1])["since"]
+    beat(names, "x", {"figures/a": [b"2", False]}, [], since)
+    assert beat(names, "y", {}, ["streams/train"], since)["found"] is None
+    assert beat(names, "z", {}, ["figures"], since)["found"].tobytes() == msgpack.packb({"figures/a": b"2"})
 
 
 def test_an_old_beat_of_an_owner_whose_lease_has_ended_brings_no_name_back() -> None:
     """What a process has sent before it died comes when its link is there again. One that lives is asked first."""
     now = 0.0
     names, mine = NameTable(lambda: now), {"workers/a": [b"1", False]}
-    beat(names, "dead", mine, [], ["", -1], "")
-    told = beat(names, "dead", mine, [], ["", -1], "")["n_ended"]
+    beat(names, "dead", mine, [], ["", -1])
+    told = beat(names, "dead", mine, [], ["", -1])["n_ended"]
     now = 2 * LEASE_SECONDS
-    assert not names.beat("dead", mine, [], ["", -1], "", told)["is_kept"]
+    assert not names.beat("dead", mine, [], ["", -1], told)["is_kept"]
     names.add("workers/a", b"2", "other")
-    assert names.find([""])[0] == {"workers/a": b"2"}
+    assert names.find([""]) == {"workers/a": b"2"}
     now = 4 * LEASE_SECONDS
-    assert beat(names, "dead", mine, [], ["", -1], "")["is_kept"]
-    assert names.find([""])[0] == {"workers/a": b"1"}
+    assert beat(names, "dead", mine, [], ["", -1])["is_kept"]
+    assert names.find([""]) == {"workers/a": b"1"}
 
 
 def test_very_many_owners_and_no_orphan() -> None:
@@ -171,9 +169,7 @@ def test_very_many_owners_and_no_orphan() -> None:
     for second in range(1, 61):
         now = float(second)
         for i in [i for i, at in next_beats.items() if at <= now]:
-            pace = beat(names, f"owner {i}", {f"figures/{i}": [b"%d" % second, False]}, ["streams"], ["", -1], "")[
-                "pace"
-            ]
+            pace = beat(names, f"owner {i}", {f"figures/{i}": [b"%d" % second, False]}, ["streams"], ["", -1])["pace"]
             spans.append(now - next_beats[i] + pace)
             next_beats[i] = now + pace
             beats += second > 30

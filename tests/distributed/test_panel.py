@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,16 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.__main__ import main
-from penstock.distributed import ControlPanel, PollResult, Status, Worker, role
+from penstock.distributed import ControlPanel, PollResult, SampleProducer, Status, Worker, role
 from penstock.distributed import names as names_module
 from penstock.distributed.keys import Connection
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.names import NameClient, NameTable
+from penstock.distributed.names import NameClient, NameTable, pack_table, unpack_table
 
 from ..process.support import is_running
 from ..scale import FULL, scaled
@@ -182,7 +184,13 @@ def test_a_large_group(local: ControlPanel) -> None:
     local.group_request("configure", names=hung, kwargs={"sleep": 1.5})
     local.group_request("start", names=hung)
     configured = local.group_request("configure", regex="counter/.*", kwargs=[{"step": i} for i in range(n)])
-    assert [response.worker_name for response in configured] == sorted(names)
+    assert [response.worker_name for response in configured] == names, "counter/10 comes after counter/9"
+    assert [local.request(name, "add", n=0) for name in names[9:12]] == [0, 0, 0]
+    assert local.worker_names == [*names, *hung]
+    for known in (local.pulse(), local.stats(), local.autoconnect()):
+        assert list(known) == [*names, *hung]
+    shown = [line.split()[0] for line in local.table().splitlines()[1:]]
+    assert shown == [*names, *hung]
     assert all(response.is_ok for response in configured)
     adds = local.group_request("add", names=names, kwargs=[{"n": i} for i in range(n)], timeout=20)
     assert [response.result for response in adds] == list(range(n))
@@ -339,7 +347,6 @@ def test_the_name_table_may_end_and_come_again() -> None:
     inbox = mine.open("inbox")
     names.announce("workers/mine", inbox)
     names.add("status/mine", "READY", lasting=True)
-    watch = others.watch(["workers/mine"])
     peer = others.peer("workers/mine")
     threading.Thread(target=lambda: [call.reply("here") for _ in range(2) if (call := inbox.receive(30))]).start()
     assert peer.ask("", 10).result() == "here"
@@ -350,7 +357,6 @@ def test_the_name_table_may_end_and_come_again() -> None:
     host = NameTable(lambda: second.clock).serve(second)
     try:
         wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
-        assert not (watch.done() and watch.exception() is None), "the watch has fired"
     finally:
         mine.close()
         wait_until(lambda: sorted(others.find()) == ["status/mine"])  # its lease has run out
@@ -359,7 +365,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
         second.close()
 
 
-def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
+def test_waiting_for_a_name(local: ControlPanel) -> None:
     with contextlib.closing(local.connection.wire()) as wire:
         names = NameClient(wire, local.connection.address)
         with pytest.raises(NoReplyError, match=r"the name .late. was not added within 0\.1 s"):
@@ -370,13 +376,6 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
         timer.join()
         with pytest.raises(NameTableError, match="taken"):
             names.add("late", 6)
-        names.add("a", 1)
-        names.add("b", 2)
-        one, both = local.names.watch(["a", "b"]), local.names.watch(["a", "b"], until="all")
-        names.delete("a")
-        assert one.result(10) == ["a"]
-        assert not both.done()
-    assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out
 
 
 def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
@@ -396,10 +395,14 @@ def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local
 
 
 def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
-    good: dict[str, Any] = {"owner": "x", "since": ["", -1], "roots": ["a"], "entries": {}, "after": ""}
+    good: dict[str, Any] = {"owner": "x", "since": ["", -1], "roots": ["a"], "entries": {}}
 
     def beat(**strange: object) -> Any:
-        return peer.ask({"command": "beat", "kwargs": {**good, **strange}}, 10).result()
+        kwargs = {**good, **strange}
+        if isinstance(kwargs["entries"], dict):
+            kwargs["entries"] = pack_table(kwargs["entries"])
+        found = peer.ask({"command": "beat", "kwargs": kwargs}, 10).result()
+        return {**found, "found": None if found.get("found") is None else unpack_table(found["found"])}
 
     with contextlib.closing(local.connection.wire()) as wire:
         peer = wire.reach(local.connection.address, "names")
@@ -413,6 +416,10 @@ def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
             {"roots": 5},
             {"entries": {"a": 5}},
             {"entries": {5: 5}},
+            {"entries": 5},
+            {"entries": np.zeros(0, np.uint8)},
+            {"entries": np.full(9, 0xDD, np.uint8)},
+            {"entries": pack_table([5])},  # type: ignore[arg-type]
             {"more": 5},
         ):
             with pytest.raises((RequestError, BadMessageError)):
@@ -454,7 +461,7 @@ def test_a_closed_panel_says_so(panel: ControlPanel) -> None:
     for call in (panel.pulse, panel.stats, panel.table, panel.connect, lambda: panel.request("counter/0", "ping")):
         with pytest.raises(ClusterError, match="this control panel was closed: make another one"):
             call()
-    with pytest.raises(PeerLostError, match="this wire was closed"):
+    with pytest.raises(ClusterError, match="this control panel was closed: make another one"):
         panel.launch(Counter, name="another")
 
 
@@ -534,10 +541,34 @@ def test_many_workers_have_the_descriptors_that_they_need_or_are_refused() -> No
             names = panel.launch(Counter, 3)
             panel.connect(timeout=60)
             assert panel.pulse(timeout=10) == dict.fromkeys(names, Status.READY)
-            with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* its limit is"):
+            with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* whose limit is"):
                 panel.launch(Counter, hard, first=3)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@needs_zmq
+def test_a_worker_that_joins_finds_descriptors_in_the_panel_or_says_that_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [0, 0]
+
+    def set_limits(kind: int, values: Any) -> None:
+        limits[:] = values
+
+    with ControlPanel("test", wire="zmq") as panel:
+        limits[:] = [few := psutil.Process().num_fds() + 45, few + 500]
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+        monkeypatch.setattr(resource, "setrlimit", set_limits)
+        first = threading.Thread(target=Counter().run, args=(panel.connection, "counter/0"))
+        first.start()
+        panel.connect(["counter/0"])
+        assert limits == [pytest.approx(few + 30, abs=30), few + 500], "the soft limit has grown"
+        limits[1] = few
+        assert Counter().run(panel.connection, "counter/1") is Status.ERROR
+        panel.request("counter/0", "exit")
+        first.join()
+    assert re.search(r"with worker counter/1, which wants to join, its panel needs \d+ file descriptors", caplog.text)
 
 
 @needs_zmq
@@ -603,9 +634,105 @@ def test_arguments_of_a_request_are_checked(local: ControlPanel) -> None:
             local.request(names[0], "ping", timeout=timeout)
     with pytest.raises(ConfigError, match="1 kwargs for 2 workers: counter/0, counter/1"):
         local.group_request("ping", kwargs=[{}])
+    for wrong in (5, "ab", [{}, 5], {1, 2}):
+        with pytest.raises(ConfigError, match="kwargs must be a dict, or a list with one dict for each worker"):
+            local.group_request("ping", kwargs=wrong)  # type: ignore[arg-type]
+    for wrong, error in (("(", "is no regular expression: missing"), ("*", "is no regular expression"), (3, "must be")):
+        with pytest.raises(ConfigError, match=f"regex.*{error}"):
+            local.group_request("ping", regex=wrong)  # type: ignore[arg-type]
     for call in (local.pulse, local.stats, local.connect, lambda names: local.group_request("ping", names=names)):
         with pytest.raises(ConfigError, match=r"names must be a list of names, got 'a/0': write \['a/0'\]"):
             call("a/0")
+        for wrong in (5, [5]):
+            with pytest.raises(ConfigError, match=r"names must be a list of names, got 5|a name must be text, got 5"):
+                call(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"name": 3}, "name must be a name such as 'worker', got 3"),
+        ({"name": ""}, "name must be a name such as 'worker', got ''"),
+        ({"name": "a//b"}, "name must be a name such as"),
+        ({"first": -1}, "first must be an integer of at least 0, got -1"),
+        ({"first": "0"}, "first must be an integer"),
+        ({"count": 1.0}, "count must be an integer"),
+        ({"resources": 3}, "resources must be a dict such as"),
+    ],
+)
+def test_arguments_of_launch_are_checked(local: ControlPanel, option: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        local.launch(Counter, **option)
+    assert local.worker_names == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"file": 3}, "file must be the path of a file, got 3"),
+        ({"file": ""}, "file must be the path of a file, got ''"),
+        ({"host": 3}, "host must be an address of this machine, got 3"),
+        ({"experiment": 3}, "experiment must be a name, got 3"),
+        ({"experiment": ""}, "experiment must be a name, got ''"),
+        ({"trial": None}, "trial must be a name, got None"),
+    ],
+)
+def test_arguments_of_a_panel_are_checked(arguments: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        ControlPanel(**{"experiment": "test", "wire": "zmq", **arguments})
+
+
+def test_names_with_strange_values_concern_nobody(local: ControlPanel) -> None:
+    """Somebody has written them with the key, or by mistake: a worker, a figure, a status, a consumer of a stream."""
+    (name,) = started(local)
+    with ControlPanel.join(local.connection) as other, contextlib.closing(local.connection.wire()) as wire:
+        producer = SampleProducer(wire, NameClient(wire, local.connection.address), "train")
+        before = wire.open("streams/train/b"), producer._consumers._names
+        before[1].announce("streams/train/b", before[0])
+        arrays = {"status": "RUNNING", "a": np.zeros(3)}  # no worker sends figures like these
+        values: list[Any] = [
+            5,
+            None,
+            [],
+            ["a", "b"],
+            [1, 2, 3],
+            {"x": 1},
+            {"status": 5},
+            {"status": []},
+            arrays,
+            "text",
+            [5, 5],
+            ["READY", 5],
+            ["?", "?"],
+        ]
+        for root in ("workers", "figures", "status", "streams/train"):
+            for i, value in enumerate(values):
+                other.names.add(f"{root}/strange/{i}", value)
+            local.names._own.add(f"{root}/strange/none", b"\xc1", "stranger")  # type: ignore[union-attr]
+        other.names.add(f"{root}/{name}/below", 5)
+        wait_until(lambda: len(other.names.keys("status")) == len(values) + 1)
+        assert producer.put("piece", 10)
+        for panel in (local, other):
+            assert panel.autoconnect() == [name]
+            assert panel.connect([name]) == [name]
+            assert panel.pulse() == {name: Status.RUNNING}
+            assert panel.get_worker_status("strange/11") is Status.UNKNOWN
+            assert panel.stats()[name]["status"] == "RUNNING"
+            assert name in panel.table()
+            assert panel.names.find("status/strange/none") == panel.names.followed("status/strange/none") == {}
+            with pytest.raises(NameTableError, match="there is no name 'status/strange/none'"):
+                panel.names.get("status/strange/none")
+
+
+def test_a_worker_with_a_strange_status_is_unresponsive(local: ControlPanel) -> None:
+    with contextlib.closing(local.connection.wire()) as wire:
+        names = NameClient(wire, local.connection.address)
+        answers: list[Any] = ["?", None, np.zeros(3), ["READY"]]
+        inbox = wire.open("strange", lambda call: call.reply(answers[0]))
+        names.announce("workers/strange", inbox)
+        while answers:
+            assert local.pulse() == {"strange": Status.UNRESPONSIVE}
+            answers.pop(0) if len(answers) > 1 else answers.clear()
 
 
 def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogCaptureFixture) -> None:
@@ -632,6 +759,54 @@ def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogC
     text = "ConfigError: _poll must return a PollResult or None, got 5"
     wait_until(lambda: local.stats()["mistaken/0"] == {"status": "ERROR", "text": text})
     assert "mistaken/0 has failed" in caplog.text
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("data_\udcff"), r"ValueError: data_\udcff"),
+        (Unprintable(), "Unprintable: (its message could not be formatted: RuntimeError)"),
+        (SystemExit("data_\udcff"), r"SystemExit: data_\udcff"),
+    ],
+    ids=["surrogate", "unprintable", "exit"],
+)
+def test_an_error_whose_text_cannot_be_sent_or_made_ends_no_server_and_shows(
+    local: ControlPanel, caplog: pytest.LogCaptureFixture, error: BaseException, text: str
+) -> None:
+    caplog.set_level("CRITICAL")  # pytest-xdist cannot send a log with this text
+    closed = list[bool]()
+
+    class Fails(Counter):
+        def _configure(self) -> None:  # type: ignore[override]
+            super()._configure(fail_at=5)
+            for urgent in (True, False):
+                self.register_handler(f"fail {urgent}", self.fail, urgent=urgent)
+
+        def fail(self) -> None:
+            raise error
+
+        _poll = fail  # type: ignore[assignment]
+
+        def _close(self) -> None:
+            closed.append(True)
+
+    local.launch(Fails)
+    local.connect()
+    local.request("fails/0", "configure")
+    for urgent in (True, False) if isinstance(error, Exception) else (True,):
+        with pytest.raises(RequestError) as caught:
+            local.request("fails/0", f"fail {urgent}")
+        assert text in str(caught.value)
+    assert local.request("fails/0", "status") == "READY"
+    local.request("fails/0", "start")
+    wait_until(lambda: local.stats()["fails/0"]["status"] == "ERROR")
+    assert local.stats()["fails/0"]["text"].endswith(text)
+    assert closed == [True]
 
 
 @needs_zmq

@@ -63,6 +63,23 @@ def test_results_and_errors_of_handlers(server: RpcServer) -> None:
         assert client.request("foo", x=1) == 2
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [ValueError("data_\udcff"), Unprintable()], ids=["surrogate", "unprintable"])
+def test_a_server_goes_on_after_an_error_whose_text_cannot_be_sent_or_made(server: RpcServer, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    server.register_handler("fail", fail)
+    with RpcClient(server.connection) as client:
+        with pytest.raises(RequestError, match=rf"fail raised .*{type(error).__name__}: "):
+            client.request("fail")
+        assert client.request("foo", x=1) == 2
+
+
 @pytest.mark.slow
 def test_a_server_that_was_closed_is_lost() -> None:
     server = RpcServer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 
 from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
-from penstock.distributed import messages
+from penstock.distributed import InferenceClient, SampleProducer, messages
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.wire import Call, Inbox, Node, Peer
+from penstock.distributed.names import NameClient, NameTable
+from penstock.distributed.wire import Call, Inbox, Node, Peer, PendingReply
 
 from ..scale import scaled
-from .support import Wires, in_four_threads, wait_until
+from .support import LateLink, Wires, in_four_threads, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
@@ -127,13 +129,14 @@ class TestContract:
         self, wires: Wires, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         wires.mend()
-        monkeypatch.setattr(messages, "MOST_BYTES", 2**20)
+        monkeypatch.setattr(messages, "_MOST_FRAMES", 5)
         array = np.zeros(2**20, np.uint8)
         assert peer.ask(array, 20).result().nbytes == 2**20
-        with pytest.raises(
-            BadMessageError, match="an array of 2 MiB cannot cross a wire: send it as several arrays, of at most 1 MiB"
-        ):
-            peer.ask(np.zeros(2**21, np.uint8), 20)
+        error = r"have 2 MiB, and at most 1 MiB can cross a wire at once: .* a smaller batch_T or batch_B of the actors"
+        with pytest.raises(BadMessageError, match=error):
+            peer.ask([np.zeros(2**20, np.uint8)] * 2, 20)
+        with pytest.raises(BadMessageError, match=r"300,005 bytes beside its arrays, .* put long data into arrays"):
+            peer.ask("x" * 300_000, 20)
 
     @pytest.mark.parametrize(
         "message",
@@ -407,3 +410,150 @@ def test_an_answer_that_cannot_be_read_fails_its_request_alone(
         with pytest.raises(NoReplyError):
             peer.ask(1, 0.3).result()
     assert peer.ask(2, 20).result() == 2
+
+
+LATE = {
+    "request": ("echo", lambda wire, names: wire.reach(names.get("late/a")[0], "echo").ask("x", 1e9).result(30)),
+    "credit": ("streams/late/a", lambda wire, names: late_piece(SampleProducer(wire, names, "late"))),
+    "inference": ("policies/late/a", lambda wire, names: InferenceClient(wire, names, "late", "me").ask({})),
+}
+
+
+def late_piece(producer: SampleProducer) -> bool:
+    assert producer.put("piece", 30)
+    return producer.flush(30)
+
+
+@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("wires", ["direct"], indirect=True)
+def test_a_reply_arrives_although_bytes_of_an_older_connection_come_late(
+    wires: Wires, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link is cut until the sender has given its connection up. Then the system delivers what was sent before."""
+    monkeypatch.setattr("penstock.distributed.wire._HEARTBEATS", (100, 300, 60_000))
+    table, server, mine = wires(), wires(), wires()
+    served = NameTable(lambda: table.clock).serve(table)
+    inbox_name, call = LATE[kind]
+    with contextlib.closing(LateLink(int(server.address.rpartition(":")[2]))) as link:
+        server.address = link.address
+        names = NameClient(server, table.address)
+        inbox = server.open(inbox_name)
+        names.announce("late/a" if kind == "request" else inbox_name, inbox)
+        warm = mine.reach(link.address, inbox_name).ask("warm", 60)
+        received(inbox).reply("warm")
+        assert warm.result(30) == "warm"
+        link.is_cut = True
+        with ThreadPoolExecutor(1) as thread:
+            reply = thread.submit(call, mine, NameClient(mine, table.address))
+            request = received(inbox)
+            assert link.n > 1, "it has come through another connection"
+            link.bring()
+            wait_until(lambda: server.counts.get("again", 0) > 0)
+            request.reply(True)
+            assert reply.result(30) is True
+    served.close()
+
+
+@pytest.mark.parametrize("wires", ["direct"], indirect=True)
+def test_replies_of_a_repeatable_inbox_are_not_kept(wires: Wires) -> None:
+    server, n_calls = wires(), 0
+
+    def answer(call: Call) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        call.reply(np.zeros(2**20, np.uint8))
+
+    server.open("repeatable", answer, repeatable=True)
+    server.open("once", answer)
+    for name, kept in (("repeatable", 0), ("once", 2**20)):
+        peer = wires().reach(server.address, name)
+        for _ in range(3):
+            assert peer.ask(None, 30).result().nbytes == 2**20
+        assert server._kept_bytes in range(kept, kept + 1000)
+    assert n_calls == 6
+
+
+@pytest.mark.parametrize("wires", ["direct"], indirect=True)
+def test_a_node_keeps_a_bounded_number_of_replies_and_an_old_request_is_not_run_again(
+    wires: Wires, server: Node, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request without a reply holds the number of what the sender has: all later replies are kept."""
+    monkeypatch.setattr("penstock.distributed.wire._MOST_KEPT", 50)
+    peer = wires().reach(server.address, "echo")
+    first = peer.ask("slow", 60)
+    slow = received(inbox)
+    for i in range(200):
+        again = peer.ask(i, 60)
+        received(inbox).reply(i)
+        assert again.result() == i
+    (sender,) = server.senders.values()
+    assert len(sender.replies) == len(server._kept) + 1 == 51
+    slow.reply("done")
+    assert first.result() == "done"
+    peer._requests[7] = lost = PendingReply(messages.encode(7), float("inf"))  # as if its reply was lost long ago
+    peer.node.do(peer.send, 7)
+    with pytest.raises(RequestError, match="the reply to this request was forgotten"):
+        lost.result(30)
+    assert len(inbox) == 0
+    monkeypatch.setattr("penstock.distributed.wire._MOST_KEPT_BYTES", 2**20)
+    waiting = peer.ask("waits", 60)
+    received(inbox)
+    for _ in range(5):
+        large = peer.ask("large", 60)
+        received(inbox).reply(np.zeros(2**19, np.uint8))
+        assert large.result().nbytes == 2**19
+    assert server._kept_bytes <= 2**20
+    inbox.close()
+    with pytest.raises(PeerLostError):
+        waiting.result()
+    wait_until(lambda: (server._kept, server._kept_bytes) == ({}, 0))
+
+
+@pytest.mark.parametrize("wires", ["direct"], indirect=True)
+def test_requests_without_a_reply_and_senders_are_bounded(
+    wires: Wires, server: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.distributed.wire._MOST_WAITING", 10)
+    monkeypatch.setattr("penstock.distributed.wire._MOST_SENDERS", 2)
+    kept = list[Call]()
+    server.open("kept", kept.append)  # a handler that answers later, as that of parameters
+    mine = wires()
+    peer = mine.reach(server.address, "kept")
+    futures = [peer.ask(i, 60) for i in range(12)]
+    for late in futures[10:]:
+        with pytest.raises(RequestError, match="the inbox kept is full: 10 requests wait"):
+            late.result()
+    for call in kept:
+        call.reply()
+    wait_for(futures[:10], 30)
+    answer = peer.ask("again", 60)
+    wait_until(lambda: len(kept) == 11)
+    kept[-1].reply("there is room")
+    assert answer.result() == "there is room"
+    mine.reach(server.address, "kept").ask(0, 60)
+    with pytest.raises(RequestError, match="this node has 2 senders"):
+        mine.reach(server.address, "kept").ask(0, 60).result()
+
+
+class Unprintable(RequestError):
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+@pytest.mark.parametrize("error", [ValueError("data_\udcff"), RequestError("data_\udcff"), Unprintable()], ids=repr)
+@pytest.mark.parametrize("wires", ["direct"], indirect=True)
+def test_an_error_whose_text_cannot_be_sent_or_made_reaches_the_sender(wires: Wires, error: Exception) -> None:
+    server = wires()
+
+    def fail(call: Call) -> None:
+        raise error
+
+    def handle() -> None:
+        raise error
+
+    server.open("in its thread", fail)
+    server.open("handlers", lambda call: call.run({"fail": handle}))
+    text = r"data_\\udcff" if error.args else "could not be formatted"
+    for name in ("in its thread", "handlers"):
+        with pytest.raises(RequestError, match=text):
+            wires().reach(server.address, name).ask({"command": "fail"}, 30).result()

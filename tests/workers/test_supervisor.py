@@ -53,6 +53,22 @@ def supervisor() -> Iterator[Supervisor]:
         yield made
 
 
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process cannot be changed here")
+def test_a_supervisor_that_runs_may_open_as_many_files_as_the_main_process_by_now() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 10, hard))
+        with supervising() as supervisor:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            start(supervisor, sleep).close()
+            assert resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE) == (soft, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 10, hard))  # what it has open stays open
+            start(supervisor, sleep).close()
+            assert resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE) == (soft, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 class Pipe:
     """The lines that workers write."""
 
@@ -323,8 +339,11 @@ os._exit(worker.exitcode)
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) -> None:
+def test_a_supervisor_that_may_open_no_more_descriptors(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others go on."""
+    monkeypatch.setattr(Supervisor, "raise_limit", lambda self: None)
     other, limits = start(supervisor, sleep), resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
 
     def links() -> dict[int, str]:
