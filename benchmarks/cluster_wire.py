@@ -1,13 +1,12 @@
 """Round trips between two processes: penstock's wire over ZMQ beside a bare REQ/REP pair with msgpack, in one run.
 
     python benchmarks/cluster_wire.py --repeats 24 --json cluster_wire.json
-    python benchmarks/cluster_wire.py --megabytes 29 --seconds 1     # a piece of samples, also over Ray
+    python benchmarks/cluster_wire.py --megabytes 29 --seconds 1     # a piece of samples
 
 The contestants take turns, in random order. Each sends the same small message, and waits for it to come back. The CPU
 time is that of both processes. "penstock, arrays" sends the message of an actor with 16 environments, and gets actions.
 
-With `--megabytes`, each sends an array of that size, and gets nothing back. "penstock on Ray" is the wire of an
-Experiment with `wire="ray"`: from 4 MB on, Ray's object store carries the array.
+With `--megabytes`, each sends an array of that size, and gets nothing back.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import psutil
 import zmq
 from clocks import cpu_clocks, used
 from rich.console import Console
@@ -110,37 +108,6 @@ class Ours:
         self.server.communicate()
 
 
-class OnRay:
-    """A wire, and one in an actor of Ray."""
-
-    def __init__(self, message: Any) -> None:
-        import ray
-
-        from penstock.distributed.launch_ray import ActorProcess, RayConnection
-        from penstock.distributed.placement import actor_options, connect
-
-        class Echo(ActorProcess):
-            def open(self, connection: Connection) -> str:
-                self.wire = connection.wire()
-                self.wire.open("echo", lambda call: call.reply())
-                return self.wire.address
-
-        self._leave, self._message, keys = connect(None, 1, dashboard=False), message, RayConnection.make("benchmark")
-        me = ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
-        options = {**actor_options({"CPU": 1}), "name": "echo", "namespace": "penstock", "max_concurrency": 4}
-        self._actor = ray.remote(Echo).options(**options).remote("echo", me)
-        self._wire = keys.wire()
-        self._peer = self._wire.reach(ray.get(self._actor.open.remote(keys)), "echo")
-        self.server = psutil.Process(ray.get(self._actor.pid.remote()))
-
-    def __call__(self) -> None:
-        assert self._peer.ask(self._message, 30).result() is None
-
-    def close(self) -> None:
-        self._wire.close()
-        self._leave()
-
-
 def start(kind: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     # As hexadecimal digits: a key may begin with a minus sign.
     command = [sys.executable, __file__, "--serve", kind, *(text.encode().hex() for text in arguments)]
@@ -152,7 +119,7 @@ def start(kind: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
 def measure(repeats: int, seconds: float, megabytes: float) -> dict[str, dict[str, list[float]]]:
     """Microseconds of a round trip, `repeats` times for each contestant, in random order."""
     keys = Connection.make("benchmark")
-    makers: dict[str, Callable[[], Bare | Ours | OnRay]] = {
+    makers: dict[str, Callable[[], Bare | Ours]] = {
         "bare": lambda: Bare(None),
         YARDSTICK: lambda: Bare(keys),
         "penstock": lambda: Ours(keys, MESSAGE),
@@ -163,7 +130,6 @@ def measure(repeats: int, seconds: float, megabytes: float) -> dict[str, dict[st
         makers = {
             YARDSTICK: lambda: Bare(keys, {"samples": piece.tobytes()}),
             "penstock": lambda: Ours(keys, {"samples": piece}),
-            "penstock on Ray": lambda: OnRay({"samples": piece}),
         }
     results: dict[str, dict[str, list[float]]] = {name: {"wall_us": [], "cpu_us": []} for name in makers}
     with ExitStack() as stack:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from penstock.distributed.actor_worker import Actors, ActorWorker
     from penstock.distributed.experiment import Experiment, RunningExperiment
     from penstock.distributed.keys import Connection
-    from penstock.distributed.launch_ray import RayConnection
     from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
     from penstock.distributed.names import NameClient
     from penstock.distributed.panel import ControlPanel, Response, WorkerControlPanel
@@ -25,13 +24,10 @@ if TYPE_CHECKING:
     from penstock.distributed.streams import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
     from penstock.distributed.trainer_worker import Trainer, TrainerWorker, Training
 
-#: The files below need ray.
-_NEED_RAY = "launch_ray", "ray_sampler"
 _NAMES_OF = {
     "actor_worker": ("ActorWorker", "Actors"),
     "experiment": ("Experiment", "RunningExperiment"),
     "keys": ("Connection",),
-    "launch_ray": ("RayConnection",),
     "metric_sinks": ("JsonLines", "MetricsSink", "RunState"),
     "names": ("NameClient",),
     "panel": ("ControlPanel", "Response", "WorkerControlPanel"),
@@ -63,7 +59,6 @@ __all__ = [
     "Policies",
     "PolicyWorker",
     "PollResult",
-    "RayConnection",
     "RaySampler",
     "RayStats",
     "Response",
@@ -87,7 +82,7 @@ def __getattr__(name: str) -> Any:
     file = _FILE_OF.get(name)
     if file is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if file in _NEED_RAY and find_spec("ray") is None:
+    if file == "ray_sampler" and find_spec("ray") is None:
         raise ImportError(f'penstock.distributed.{name} needs ray, which is not installed: pip install ".[cluster]"')
     value = globals()[name] = getattr(import_module(f"penstock.distributed.{file}"), name)
     return value

@@ -69,7 +69,8 @@ class ControlPanel(Closing):
     Args:
         experiment, trial: names of this run.
         wire: "local" starts workers as threads of this process; "zmq" as processes, and other machines can join; "ray"
-            as Ray actors, on the machines of the cluster that this process has joined, or of one that is started here.
+            as processes which Ray places, on the machines of the cluster that this process has joined, or of one that
+            is started here.
         host: for "zmq": the address of this machine at which other machines reach it; by default no other one does.
         port: for "zmq": of the name table; 0 for any free one.
         file: for "zmq": write the connection file here. With it, workers on other machines can join, and
@@ -519,11 +520,13 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
         return Connection.make(name), LaunchedThread
     if wire == "zmq":
         return Connection.make(name, host=host or "127.0.0.1"), LaunchedProcess
-    from penstock.distributed.launch_ray import LaunchedActor, RayConnection
+    import ray
+
+    from penstock.distributed.launch_ray import LaunchedActor
     from penstock.distributed.placement import connect
 
     resources.callback(connect(None, 1, dashboard=False))
-    return RayConnection.make(name), LaunchedActor
+    return Connection.make(name, host=ray.util.get_node_ip_address()), LaunchedActor
 
 
 def _need_descriptors(n: int, who: str) -> None:

@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 
 from penstock.arguments import must_be
-from penstock.errors import ConfigError
+from penstock.buffers.reports import in_one_line
+from penstock.errors import ClusterError, ConfigError
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
@@ -36,6 +38,7 @@ ACTOR_VARIABLES = {
 # 127.0.0.2, a process of Ray listens at all addresses.
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = "127.0.0.1"
+_KILL_SECONDS = 5.0  # until a killed process has ended
 _ANSWER_SECONDS = 2.0  # how long the head of a cluster may take for a connection, and then for its first bytes
 # The first bytes of HTTP/2, and an empty frame of settings. A gRPC server answers with a frame of this type.
 _HTTP2_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 4
@@ -53,7 +56,7 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
     Ray on this machine alone, with at least `n_cpus` CPUs.
 
     Returns a function that ends what this has started. Raises `ConfigError` if there is no cluster at the address, or
-    if this process has joined another one.
+    if this process has joined another one, and `ClusterError` if Ray does not start.
     """
     global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
     must_be("address", address, isinstance(address, str | None), "a text such as 192.0.2.10:6379")
@@ -105,7 +108,7 @@ def _join(address: str) -> None:
         if address != "auto":
             _await_answer(address)
         ray.init(address=address, log_to_driver=True)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray raises anything, such as a bare Exception
         raise ConfigError(
             f"no Ray cluster answers at {address}: {error}. Start one with `ray start`, or leave the address out"
         ) from error
@@ -143,12 +146,28 @@ def _start(n_cpus: int, dashboard: bool) -> None:
             _node_ip_address=_LOOPBACK,
             _temp_dir=f"{_folder}/s",  # Ray lets everybody write there
         )
-    except BaseException:
+    except BaseException as error:
+        _end_processes(_folder)
         shutil.rmtree(_folder, ignore_errors=True)
+        if isinstance(error, Exception):  # Ray raises anything, such as a bare Exception
+            reason = in_one_line(error).rstrip(".")
+            raise ClusterError(
+                f"Ray could not be started on this machine: {reason}. If the machine is overloaded, try again, or join "
+                "a cluster that runs (RAY_ADDRESS)"
+            ) from error
         raise
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = has_clusters
         _set(given)
+
+
+def _end_processes(folder: str) -> None:
+    """Kill what Ray has started for this session. It does so itself only when this program ends."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if any(folder in part for part in process.cmdline()):
+                process.kill()
+                process.wait(_KILL_SECONDS)
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

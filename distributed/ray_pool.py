@@ -12,8 +12,8 @@ import math
 import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
@@ -32,6 +32,7 @@ from penstock.distributed.shard import Failure, Reply, ShardHost, ShardPlan, Sta
 from penstock.errors import ConfigError, NodeLostError, PenstockError, SamplerBrokenError, SamplerClosedError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
+from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.stats import WorkerStats
 from penstock.workers import sigint
@@ -56,13 +57,19 @@ _COUNTED = [
 
 
 @dataclass(frozen=True)
-class ShardOptions:
-    """What happens when shards are slow or lost; `RaySampler` documents it."""
+class RayOptions:
+    """The arguments that only `RaySampler` has, which documents them."""
 
+    n_shards: int | None
+    sampler_cls: type[Sampler]
+    sampler_options: Mapping[str, Any]
     is_restarted: bool
     min_ready: int | float
     min_shards: int | None
     unavailable_timeout: float
+    resources: Mapping[str, float]
+    address: str | None
+    dashboard: bool
 
 
 @dataclass(eq=False)
@@ -83,6 +90,9 @@ class Shard:
     n_silent: int = 0  #: how many checks have found no answer to it
     #: The orders without a reply, oldest first: the number of the driver's command, 0 for the start, and the reference.
     orders: deque[tuple[int, Any]] = field(default_factory=deque)
+    #: The driver's command: how many replies to it were taken, and what these have found.
+    taken: int = 0
+    results: Trajectories = field(default_factory=list)
     #: Totals of all its actors, for the statistics.
     batches: int = 0
     late: int = 0
@@ -133,7 +143,7 @@ class ShardPool:
         spec: bytes,
         config: SamplerConfig,
         memory: SamplerMemory,
-        options: ShardOptions,
+        options: RayOptions,
         resources: ExitStack,
     ) -> None:
         """Make the actors. This does not wait for them: call `wait("start-up")` next. `close` closes `resources`."""
@@ -143,11 +153,11 @@ class ShardPool:
         self._least = options.min_shards or len(plans)  # the fewest shards that take part in a command
         self.restarts = Restarts(config.max_restarts, config.restart_window)
         self.has_lost_command = self.is_closed = False
-        # The driver's last command: 0 is the start. `PieceOrders` has none, and gives the orders itself.
+        # The driver's last command: 0 is the start. `_depth`: see `submit`.
         self._number, self._command = 0, Command()
         self._message: bytes | None = None
+        self._depth: int | None = None
         self._ready: deque[Shard] = deque()  # the oldest order of these shards has its reply
-        self._answered: dict[Shard, Trajectories] = {}  # what they have found
         # The newest parameters in Ray's object store by policy, and how often any were put there: once per version.
         self._versions, self.n_puts = [1] * len(memory.parameters), 0
         self._parameters: list[Any] = [None] * len(memory.parameters)
@@ -156,7 +166,7 @@ class ShardPool:
         self._spec, self._group = ray.put(spec), None
         # Orders have one thread, so that Ray keeps their sequence. What must not wait for them has another one.
         self._cls = ray.remote(concurrency_groups={"control": 1})(ShardHost)
-        self._next_ping = 0.0
+        self._next_check = 0.0
         self._resources = resources.pop_all()
         atexit.register(self.close)  # Python calls it before Ray's own function, which was registered before
         try:
@@ -182,9 +192,19 @@ class ShardPool:
         shard.orders = deque([(0, shard.actor.start.remote(self._spec))])
         self._ready = deque(other for other in self._ready if other is not shard)
 
-    def give(self, shard: Shard, command: Command, number: int, message: bytes | None = None) -> None:
-        """Give the shard its next order. `number` is that of the driver's command."""
-        shard.orders.append((number, shard.actor.run.remote(command, message, *self._new_parameters(shard))))
+    def _fill(self, shard: Shard) -> None:
+        """Give the shard the orders for the driver's command that it may have now."""
+        if self._number == 0 or shard.started is None:
+            return
+        n, most = sum(number == self._number for number, _ in shard.orders), self._depth
+        if most is None:
+            most = 0 if shard.taken or (shard.orders and self._command.is_batch) else 1
+        for i in range(n, most):
+            self._order(shard, self._command._replace(itr=self._command.itr + shard.taken + i))
+
+    def _order(self, shard: Shard, command: Command) -> None:
+        reply = shard.actor.run.remote(command, self._message, *self._new_parameters(shard))
+        shard.orders.append((self._number, reply))
 
     def _new_parameters(self, shard: Shard) -> list[Any]:
         """References to the parameters that are newer than those of the shard, which counts as having them now."""
@@ -221,9 +241,9 @@ class ShardPool:
 
     # ---- replies ---------------------------------------------------------------------------
 
-    def next_reply(self, during: str) -> tuple[Shard, int, Started | Reply] | None:
-        """The next reply, and the number of the driver's command; None if there is none after `_SLICE_SECONDS`. Those
-        of a shard come in the order of its orders.
+    def _take(self, during: str) -> tuple[Shard, Reply] | None:
+        """The next reply to the driver's command; None if there is none after `_SLICE_SECONDS`. The shard gets further
+        orders. Replies to earlier commands are dropped, and counted.
 
         Raises `NodeLostError` if a shard is lost and not built again, or the error of a shard's sampler. Then the pool
         is closed. Raises `SamplerClosedError` if another thread closes the pool.
@@ -231,23 +251,35 @@ class ShardPool:
         if self._memory.control.quit:
             raise SamplerClosedError(f"shut down by another thread during {during}")
         try:
-            if not self._ready:
-                heads = {shard.orders[0][1]: shard for shard in self.shards if shard.orders}
-                refs = list(heads)
-                with sigint.allowed():
-                    ready = ray.wait(refs, num_returns=1, timeout=_SLICE_SECONDS)[0]
-                    if len(refs) > 1 and ready:
-                        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
-                self._ready.extend(heads[ref] for ref in ready)
-                self._check_starts(during)
-                self._check_reach(during)
-            return self._reply(self._ready.popleft(), during) if self._ready else None
+            if (came := self._next_reply(during)) is None:
+                return None
         except PenstockError:
             self.close(broken=True)
             raise
+        shard, number, reply = came
+        if isinstance(reply, Reply) and number == self._number:
+            shard.taken += 1
+            self._fill(shard)
+            return shard, reply
+        shard.late += isinstance(reply, Reply)
+        self._fill(shard)  # it may have started only now
+        return None
 
-    def _reply(self, shard: Shard, during: str) -> tuple[Shard, int, Started | Reply] | None:
-        """The reply to its oldest order; None if the shard was lost."""
+    def _next_reply(self, during: str) -> tuple[Shard, int, Started | Reply] | None:
+        """The next reply to any order, and the number of its command. Those of a shard come in the order of its
+        orders."""
+        if not self._ready:
+            heads = {shard.orders[0][1]: shard for shard in self.shards if shard.orders}
+            refs = list(heads)
+            with sigint.allowed():
+                ready = ray.wait(refs, num_returns=1, timeout=_SLICE_SECONDS)[0]
+                if len(refs) > 1 and ready:
+                    ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+            self._ready.extend(heads[ref] for ref in ready)
+            self._check(during)
+        if not self._ready:
+            return None
+        shard = self._ready.popleft()
         number, ref = shard.orders[0]
         try:
             reply: Started | Reply | Failure = ray.get(ref)
@@ -270,31 +302,26 @@ class ShardPool:
         shard.orders.popleft()
         return shard, number, reply
 
-    def _check_starts(self, during: str) -> None:
-        """Raise an error if a shard that is needed has not started in time."""
-        limit = self._config.start_timeout + _PLACE_SECONDS
-        late = [shard for shard in self.shards if shard.started is None and time.monotonic() - shard.since > limit]
+    def _check(self, during: str) -> None:
+        """Once a second: raise an error if a shard that is needed has not started in time, and lose the shards that
+        work and have answered no question for `unavailable_timeout` seconds."""
+        if (now := time.monotonic()) < self._next_check:
+            return
+        self._next_check, limit = now + _PING_SECONDS, self._config.start_timeout + _PLACE_SECONDS
+        late = [shard for shard in self.shards if shard.started is None and now - shard.since > limit]
         if late and len(self._started) < self._least:
             raise (NodeLostError if self._number else ConfigError)(
                 f"{len(late)} of {len(self.shards)} shards were not ready after {limit:g} s ({during}): {late[0]} "
                 f"and the others need {self._needs} each, and the cluster has {ray.cluster_resources()}: "
                 "add nodes, or use fewer shards or workers"
             )
-
-    def _check_reach(self, during: str) -> None:
-        """Lose the shards that work and have answered no question for `unavailable_timeout` seconds."""
-        if (now := time.monotonic()) < self._next_ping:
-            return
-        self._next_ping = now + _PING_SECONDS
-        working = [shard for shard in self._started if shard.orders]
-        pings = [shard.ping for shard in working if shard.ping is not None]
-        answered = ray.wait(pings, num_returns=len(pings), timeout=0)[0] if pings else []
-        for shard in working:
-            if shard.ping is None or shard.ping in answered:
+        limit = self._options.unavailable_timeout
+        for shard in [shard for shard in self._started if shard.orders]:
+            if shard.ping is None or ray.wait([shard.ping], timeout=0)[0]:
                 shard.ping, shard.n_silent = shard.ask("ping"), 0
                 continue
             shard.n_silent += 1  # this counts checks, not time: the driver may have been suspended
-            if shard.n_silent * _PING_SECONDS > (limit := self._options.unavailable_timeout):
+            if shard.n_silent * _PING_SECONDS > limit:
                 self._lose(shard, NodeLostError(f"it could not be reached for unavailable_timeout={limit:g} s"), during)
 
     @property
@@ -310,23 +337,19 @@ class ShardPool:
 
     # ---- commands --------------------------------------------------------------------------
 
-    def submit(self, command: Command, message: bytes | None = None) -> int:
-        """Give `command` to the shards. One that still works on an earlier batch, or has not started, gets it later."""
-        self.begin(command, message)
+    def submit(self, command: Command, message: bytes | None = None, *, depth: int | None = None) -> int:
+        """Give `command` to the shards, and return its number. Each does it once. One that still works on an earlier
+        batch, or has not started, gets it later. With `depth`, each makes pieces without end, the next one for the next
+        `itr`, and has so many orders at a time."""
+        self._number, self._command, self._message, self._depth = self._number + 1, command, message, depth
         try:
-            for shard in self._started:
-                if not (shard.orders and command.is_batch):
-                    self.give(shard, command, self._number, message)
+            for shard in self.shards:
+                shard.taken, shard.results = 0, []
+                self._fill(shard)
         except BaseException:
             self.has_lost_command = True  # some shards have it, and others do not
             self.close(broken=True)
             raise
-        return self._number
-
-    def begin(self, command: Command, message: bytes | None = None) -> int:
-        """Begin a new command, without orders: `submit` gives them, or a `PieceOrders`. Returns its number."""
-        self._number, self._command, self._message = self._number + 1, command, message
-        self._answered = {}
         return self._number
 
     @property
@@ -336,34 +359,40 @@ class ShardPool:
             return n >= self._least
         if self._command.is_batch:
             n = min(n, wanted) if isinstance(wanted, int) else math.ceil(wanted * n - 1e-9)
-        return sum(shard in self._answered for shard in started) >= n
+        return sum(shard.taken for shard in started) >= n
 
     def wait(self, during: str, **how: Any) -> None:
         """Wait until the shards, or enough of them, have done the last command. After Ctrl-C, it may be called again.
 
-        Raises what `next_reply` raises. `how` is only for a `WorkerPool`.
+        Raises what `_take` raises. `how` is only for a `WorkerPool`.
         """
         while not self._is_complete:
-            if (came := self.next_reply(during)) is not None:
-                self._take(*came)
-        if self._number > 0 and self._command.is_batch and (missing := set(self.shards) - self._answered.keys()):
+            if (came := self._take(during)) is not None:
+                shard, reply = came
+                for path, array in reply.arrays.items():
+                    self._slot[path][shard.place(path)] = array
+                shard.results = reply.results
+                shard.batches += self._command.is_batch
+        missing = [shard for shard in self.shards if not shard.taken]
+        if missing and self._number > 0 and self._command.is_batch:
             for shard in missing:  # `valid` is False in their columns
                 shard.missing += 1
                 for path, target in self._slot.items():
                     target[shard.place(path)] = 0
             _log.info("%s: without %s", during, ", ".join(map(str, missing)))
 
-    def _take(self, shard: Shard, number: int, reply: Started | Reply) -> None:
-        """Take a reply. A shard that was late or has started only now gets the running command."""
-        if isinstance(reply, Reply) and number == self._number:
-            for path, array in reply.arrays.items():
-                self._slot[path][shard.place(path)] = array
-            self._answered[shard] = reply.results
-            shard.batches += self._command.is_batch
-            return
-        shard.late += isinstance(reply, Reply)  # the user has had this batch without it
-        if self._number > 0 and not shard.orders and shard not in self._answered:
-            self.give(shard, self._command, self._number, self._message)
+    def next_piece(self, newest: Sequence[int], max_staleness: int | None) -> tuple[Shard, Reply, int, int]:
+        """Wait for the next piece that is not too old. Returns it with its itr and its staleness. `newest`: the newest
+        version of each policy."""
+        self.send_parameters()
+        while True:
+            if (came := self._take("pieces")) is not None:
+                shard, reply = came
+                staleness = max(new - old for new, old in zip(newest, reply.versions, strict=True))
+                if max_staleness is None or staleness <= max_staleness:
+                    shard.batches += 1
+                    return shard, reply, self._command.itr + shard.taken - 1, staleness
+                shard.stale += 1
 
     @property
     def _slot(self) -> dict[str, Any]:
@@ -381,7 +410,7 @@ class ShardPool:
     def take_messages(self, number: int | None = None) -> Trajectories:
         """The results of the last call on the environments, or the trajectories of the last batch or evaluation. Their
         records are ordered by time step, then env_rank."""
-        joined = [item for results in self._answered.values() for item in results]
+        joined = [item for shard in self.shards for item in shard.results]
         if joined and not isinstance(joined[0], ObjectMessage):
             joined.sort(key=itemgetter(0, 1))
         return joined
@@ -429,40 +458,3 @@ class ShardPool:
                 remove_placement_group(self._group)
         except Exception:  # Ray itself has failed, and ends its actors
             _log.warning("Ray could not end the shards", exc_info=True)
-
-
-class PieceOrders:
-    """Gives every shard `max_in_flight` orders in advance. Pieces that have come and were not taken count too."""
-
-    def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:
-        self._pool, self._max_in_flight, self._max_staleness, self._itr = pool, max_in_flight, max_staleness, itr
-        self._number = pool.begin(Command())
-        self._taken: Counter[Shard] = Counter()  # pieces that were returned or dropped
-        for shard in pool.shards:
-            self._fill(shard)
-
-    def _fill(self, shard: Shard) -> None:
-        n = sum(number == self._number for number, _ in shard.orders)
-        for i in range(n, self._max_in_flight if shard.started else 0):
-            self._pool.give(shard, Command(self._itr + self._taken[shard] + i), self._number)
-
-    def take(self, newest: Sequence[int]) -> tuple[Shard, Reply, int, int]:
-        """Wait for the next piece that is not too old. Returns it with its itr and its staleness. `newest`: the newest
-        version of each policy."""
-        self._pool.send_parameters()
-        while True:
-            if (came := self._pool.next_reply("pieces")) is None:
-                continue
-            shard, number, reply = came
-            if not isinstance(reply, Reply) or number != self._number:
-                shard.late += isinstance(reply, Reply)
-                self._fill(shard)  # perhaps it has started only now
-                continue
-            itr = self._itr + self._taken[shard]
-            self._taken[shard] += 1
-            self._fill(shard)
-            staleness = max(new - old for new, old in zip(newest, reply.versions, strict=True))
-            if self._max_staleness is None or staleness <= self._max_staleness:
-                shard.batches += 1
-                return shard, reply, itr, staleness
-            shard.stale += 1

@@ -17,7 +17,7 @@ from penstock.buffers import Samples, pickling
 from penstock.buffers.slots import batch_view, layouts_of
 from penstock.collectors import TrajInfo
 from penstock.distributed.placement import connect, node_resources
-from penstock.distributed.ray_pool import PieceOrders, ShardOptions, ShardPool
+from penstock.distributed.ray_pool import RayOptions, ShardPool
 from penstock.distributed.shard import ShardPlan, ShardSpec
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, brief
@@ -31,6 +31,7 @@ from penstock.samplers.seating import PolicyOf
 from penstock.samplers.stats import SamplerStats
 from penstock.samplers.who_acts import Acting
 from penstock.workers.call_guard import GuardedCall
+from penstock.workers.control import Command
 from penstock.workers.launcher import unpicklable
 from penstock.workers.plan import Affinity, PoolOptions
 
@@ -102,36 +103,25 @@ class RayStats(SamplerStats):
 
 
 class ShardsAct(Acting):
-    """Shards on the nodes of a Ray cluster, each with a sampler. The arguments are those of `RaySampler`."""
+    """Shards on the nodes of a Ray cluster, each with a sampler."""
 
     refused_as = RAY
     has_records = False
 
-    def __init__(
-        self,
-        n_shards: int | None,
-        sampler_cls: type[Sampler],
-        sampler_options: Mapping[str, Any],
-        options: ShardOptions,
-        extra_resources: Mapping[str, float],
-        address: str | None,
-        *,
-        dashboard: bool,
-    ) -> None:
-        self._n_shards, self._sampler_cls, self._sampler_options = n_shards, sampler_cls, sampler_options
-        self._options, self._extra_resources = options, extra_resources
-        self._address, self._dashboard = address, dashboard
+    def __init__(self, options: RayOptions) -> None:
+        self._options = options
 
     def plans(
         self, config: SamplerConfig, affinity: Affinity, env_range: EnvRange, resources: ExitStack
     ) -> tuple[ShardPlan, ...]:
         self._config, self._affinity, self._env_range = config, affinity, env_range
-        n_cpus = (self._n_shards or 1) * (config.n_workers or 1)
-        resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
-        nodes, n_built, options = node_resources(), config.n_built, self._options
-        wanted = 1 if issubclass(self._sampler_cls, SerialSampler) else config.n_workers
+        options, n_built = self._options, config.n_built
+        n_cpus = (options.n_shards or 1) * (config.n_workers or 1)
+        resources.callback(connect(options.address, n_cpus, dashboard=options.dashboard))
+        nodes = node_resources()
+        wanted = 1 if issubclass(options.sampler_cls, SerialSampler) else config.n_workers
         n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
-        n_shards = self._n_shards or max(1, min(n_usable, n_built))
+        n_shards = options.n_shards or max(1, min(n_usable, n_built))
         for name, n in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
             must_be(name, n, n is None or n <= n_shards, f"at most n_shards={n_shards}")
         most = math.ceil(n_built / n_shards)
@@ -152,7 +142,7 @@ class ShardsAct(Acting):
 
     def _needs(self, n_workers: int) -> dict[str, float]:
         """What a shard with `n_workers` needs of Ray."""
-        return {"CPU": float(n_workers), **self._extra_resources}
+        return {"CPU": float(n_workers), **self._options.resources}
 
     def _n_places(self, nodes: list[dict[str, float]], n_workers: int) -> int:
         """How many such shards the nodes have room for."""
@@ -172,8 +162,8 @@ class ShardsAct(Acting):
         recorded = [name for p, name in enumerate(seating.policies) if p not in program.unrecorded]
         agents = dict(zip(seating.policies, program.agents, strict=True))
         spec = ShardSpec(
-            sampler_cls=self._sampler_cls,
-            sampler_options=self._sampler_options,
+            sampler_cls=self._options.sampler_cls,
+            sampler_options=self._options.sampler_options,
             config=config,
             agents=program.agents[0] if seating.is_shared else agents,
             plans=tuple(plan for plan in layout.plans if isinstance(plan, ShardPlan)),
@@ -249,47 +239,42 @@ class RaySampler(Sampler):
     ) -> None:
         super().__init__(env_fn, **options)
         refuse({PLAN: self.config.episode_plan is not None, SEEDED: self.config.seed_episodes, RAY: True})
-        self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.config.n_built)
+        if n_shards is not None:
+            integer("n_shards", n_shards, 1, self.config.n_built)
         is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
         if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
             raise ConfigError(
                 f"sampler_cls must be a synchronous sampler class, for example ParallelSampler, got {sampler_cls!r}. A "
                 "shard cannot be a RaySampler: for groups of nodes, give each learner its own (rank, world_size)"
             )
-        self._sampler_cls, self._sampler_options = sampler_cls, dict(sampler_options or {})
         one_of("on_node_failure", on_node_failure, ("raise", "restart"))
         if not (is_share := isinstance(min_ready, float) and 0 < min_ready <= 1):
             integer("min_ready, if it is not a share of the shards (0 < share <= 1.0),", min_ready, 1)
-        self._shard_options = ShardOptions(
+        if min_shards is not None and on_node_failure == "raise":
+            raise ConfigError('min_shards needs on_node_failure="restart"')
+        self._options = RayOptions(
+            n_shards=n_shards,
+            sampler_cls=sampler_cls,
+            sampler_options=dict(sampler_options or {}),
             is_restarted=on_node_failure == "restart",
             min_ready=float(min_ready) if is_share else int(min_ready),
             min_shards=None if min_shards is None else integer("min_shards", min_shards, 1),
             unavailable_timeout=seconds("unavailable_timeout", unavailable_timeout),
+            resources={name: number(f"resources[{name!r}]", n) for name, n in (resources or {}).items()},
+            address=address,
+            dashboard=true_or_false("dashboard", dashboard),
         )
-        if min_shards is not None and on_node_failure == "raise":
-            raise ConfigError('min_shards needs on_node_failure="restart"')
-        amounts = {name: number(f"resources[{name!r}]", n) for name, n in (resources or {}).items()}
-        self._extra_resources, self._address = amounts, address
-        self._dashboard = true_or_false("dashboard", dashboard)
         # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
-        sampler_cls(env_fn, **{**options, **self._sampler_options})
+        sampler_cls(env_fn, **{**options, **self._options.sampler_options})
 
     def acting(self) -> Acting:
         """The workers of the shards act, or their inference servers."""
-        return ShardsAct(
-            self._n_shards,
-            self._sampler_cls,
-            self._sampler_options,
-            self._shard_options,
-            self._extra_resources,
-            self._address,
-            dashboard=self._dashboard,
-        )
+        return ShardsAct(self._options)
 
     def set_policy_of(self, policy_of: PolicyOf) -> None:
         """As `Sampler.set_policy_of`. Raises `ConfigError` with `on_node_failure="restart"` too: a shard that is built
         again would begin with the first function."""
-        refuse({NEW_CHOOSER: True, NODE_RESTART: self._shard_options.is_restarted})
+        refuse({NEW_CHOOSER: True, NODE_RESTART: self._options.is_restarted})
         super().set_policy_of(policy_of)
 
     # ---- pieces ----------------------------------------------------------------------------
@@ -316,22 +301,22 @@ class RaySampler(Sampler):
     def _yield_pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
         with GuardedCall(self._guard, "pieces", SamplerState.READY):
             pool = self._shard_pool("pieces")
-            orders = PieceOrders(pool, max_in_flight, max_staleness, itr)
+            pool.submit(Command(itr), depth=max_in_flight)
             self._guard.state = SamplerState.YIELDING
         try:
             while True:
                 with GuardedCall(self._guard, "pieces", SamplerState.YIELDING):
-                    piece = self._next_piece(orders)
+                    piece = self._next_piece(pool, max_staleness)
                 yield piece
         finally:
             if self.state is SamplerState.YIELDING:
                 self._guard.state = SamplerState.READY
 
-    def _next_piece(self, orders: PieceOrders) -> Piece:
+    def _next_piece(self, pool: ShardPool, max_staleness: int | None) -> Piece:
         run = self.run
         memory, seating = run.memory, run.seating
         newest = [copy.version for copy in memory.parameters]
-        shard, reply, itr, staleness = orders.take(newest)
+        shard, reply, itr, staleness = pool.next_piece(newest, max_staleness)
         run.policy_version = run.by_policy(dict(zip(run.agents, reply.versions, strict=True)))
         traj_infos = run.as_infos(reply.results)
         arrays = iter([reply.arrays[path] for path, _ in memory.slots[0].leaves()])

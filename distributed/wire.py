@@ -465,7 +465,7 @@ class Node:
         else:
             with contextlib.suppress(zmq.ZMQError):  # no address: it is never up
                 self._caller.connect_routing_id, self._caller.ipv6 = line.route, "[" in line.address
-                self._caller.connect(_endpoint(line.address))
+                self._caller.connect(line.address)
 
     def _disconnect(self, line: Line) -> None:
         if self._routes.pop(line.route, None) is not None and line.address != self.address:
@@ -473,7 +473,7 @@ class Node:
             while int(self._caller.get(_EVENTS)) & _POLLIN:
                 self._receive(self._caller)
             with contextlib.suppress(zmq.ZMQError):  # it was no address
-                self._caller.disconnect(_endpoint(line.address))
+                self._caller.disconnect(line.address)
 
     def send(self, route: Any, header: Header, packed: list[Any]) -> None:
         """Send a packet through a `Line`, or back on the route on which a packet came. It never blocks."""
@@ -519,7 +519,7 @@ class Node:
 
     def _lost_connection(self, endpoint: str) -> None:
         """A connection was lost. Another one takes its place: what waits in it would be sent twice."""
-        for line in [other for other in self._routes.values() if other.is_up and _endpoint(other.address) == endpoint]:
+        for line in [other for other in self._routes.values() if other.is_up and other.address == endpoint]:
             self._disconnect(line)
             self.connect(line)
 
@@ -643,8 +643,3 @@ def _own_address(host: str) -> str:
 def to_frames(header: bytes, packed: list[Any]) -> list[Any]:
     """A packet: the length of the header in 4 bytes, the header and the first frame of the message, then the others."""
     return [len(header).to_bytes(4, "big") + header + packed[0], *packed[1:]]
-
-
-def _endpoint(address: str) -> str:
-    """Where ZeroMQ connects: on Ray, an address has the name of an actor too."""
-    return address.partition("#")[0]

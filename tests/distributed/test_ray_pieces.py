@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.distributed.ray_pool import PieceOrders, Shard
+from penstock.distributed.ray_pool import Shard, ShardPool
 from penstock.distributed.shard import Reply, ShardPlan, Started
 from penstock.workers.control import Command
 
@@ -25,10 +26,12 @@ def reply(*versions: int) -> Reply:
     return Reply({}, [], versions, (), None)
 
 
-class Pool:
-    """Shards that run their orders when the test wants it, and may be lost."""
+class Pool(ShardPool):
+    """Shards without Ray, which run their orders when the test wants it, and may be lost."""
 
     def __init__(self, n_shards: int, choices: Iterator[int], may_lose: bool) -> None:
+        self._number = 6
+        self._memory: Any = SimpleNamespace(control=SimpleNamespace(quit=False))
         plans = [
             ShardPlan(worker_rank=i, columns=range(i, i + 1), env_ranks=range(i, i + 1), n_workers=1)
             for i in range(n_shards)
@@ -40,18 +43,14 @@ class Pool:
         self.lost: Counter[Shard] = Counter()
         self.most = 0
 
-    def begin(self, command: Command) -> int:
-        return 7
-
     def send_parameters(self) -> None:
         self.known = self.newest
 
-    def give(self, shard: Shard, command: Any, number: int) -> None:
-        assert number == 7
-        shard.orders.append((7, command.itr))
+    def _order(self, shard: Shard, command: Command) -> None:
+        shard.orders.append((self._number, command.itr))
         self.most = max(self.most, len(shard.orders))
 
-    def next_reply(self, during: str) -> tuple[Shard, int, Started | Reply] | None:
+    def _next_reply(self, during: str) -> tuple[Shard, int, Started | Reply] | None:
         shard = self.shards[next(self.choices) % len(self.shards)]
         if self.may_lose and next(self.choices) % 4 == 0:
             self.lost[shard] += len(shard.orders)
@@ -76,11 +75,11 @@ def test_every_piece_is_handed_over_or_counted(
 ) -> None:
     seeds = data.draw(st.lists(st.integers(0, 11), min_size=8, max_size=40))
     pool = Pool(n_shards, (seeds[i % len(seeds)] + i // len(seeds) for i in itertools.count()), may_lose)
-    orders: Any = PieceOrders(pool, max_in_flight, max_staleness, itr=100)  # type: ignore[arg-type]
+    assert pool.submit(Command(100), depth=max_in_flight) == 7
     handed: Counter[Shard] = Counter()
     itrs: dict[Shard, list[int]] = {shard: [] for shard in pool.shards}
     for i in range(30):
-        shard, found, itr, staleness = orders.take((pool.newest, 1))
+        shard, found, itr, staleness = pool.next_piece((pool.newest, 1), max_staleness)
         assert staleness == pool.newest - found.versions[0], "that of the policy that is oldest"
         assert max_staleness is None or staleness <= max_staleness
         handed[shard] += 1
@@ -98,7 +97,7 @@ def test_every_piece_is_handed_over_or_counted(
 def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_command_are_late() -> None:
     pool = Pool(1, itertools.count(), may_lose=False)
     (shard,) = pool.shards
-    orders: Any = PieceOrders(pool, 2, None, itr=100)  # type: ignore[arg-type]
+    pool.submit(Command(100), depth=2)
     comes: list[tuple[int, Started | Reply]] = [
         (6, reply(1)),  # of the batch before the pieces
         (0, Started("there", 2, ())),  # the orders 100 and 101 were lost with the actor
@@ -113,8 +112,8 @@ def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_comman
             shard.orders.popleft()
         return shard, number, found
 
-    pool.next_reply = next_reply  # type: ignore[method-assign]
-    _, found, itr, _ = orders.take((2,))
+    pool._next_reply = next_reply  # type: ignore[method-assign]
+    _, found, itr, _ = pool.next_piece((2,), None)
     assert (found.versions, itr, shard.late) == ((2,), 100, 1)
     assert list(shard.orders) == [(7, 101), (7, 102)], "the orders 100 and 101 were given again, then the next one"
 

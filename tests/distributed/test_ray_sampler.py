@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from typing import Any, ClassVar
 import cloudpickle
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import threadpoolctl
 import torch
@@ -27,6 +30,7 @@ import ray
 
 from penstock import (
     CategoricalPgAgent,
+    ClusterError,
     ConfigError,
     EnvCallError,
     GpuSampler,
@@ -350,6 +354,28 @@ def test_an_address_where_no_ray_answers_is_refused_soon(ray_cluster: Any) -> No
     placement._await_answer(ray_cluster.address)
     with pytest.raises(ConfigError, match="address must be a text such as"):
         connect(6379, 1, dashboard=False)  # type: ignore[arg-type]
+
+
+def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def fail(*_: object, _temp_dir: str = "", **__: object) -> None:
+        if _temp_dir:
+            started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", _temp_dir]))
+        raise Exception("The current node timed out during startup. This could happen")
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(placement.ray, "init", fail)
+    before = dict(os.environ)
+    with pytest.raises(ClusterError, match=r"Ray could not be started on this machine: .*The current node timed out"):
+        placement._start(1, dashboard=False)
+    assert [psutil.pid_exists(process.pid) for process in started] == [False]
+    started[0].wait(0)  # so that it is not warned of
+    assert os.listdir(tmp_path) == []
+    assert dict(os.environ) == before
+    monkeypatch.setattr(placement, "_await_answer", lambda address: None)
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 192\.0\.2\.1:6379: "):
+        placement._join("192.0.2.1:6379")
 
 
 def test_another_address_than_that_of_the_cluster_is_refused(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from penstock.distributed.names import NameClient, NameTable
 from penstock.distributed.wire import Call, Inbox, Node, Peer, PendingReply
 
 from ..scale import scaled
-from .support import LateLink, Proxy, Wires, in_four_threads, wait_until
+from .support import LateLink, Wires, in_four_threads, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
@@ -559,33 +557,3 @@ def test_an_error_whose_text_cannot_be_sent_or_made_reaches_the_sender(wires: Wi
     for name in ("in its thread", "handlers"):
         with pytest.raises(RequestError, match=text):
             wires().reach(server.address, name).ask({"command": "fail"}, 30).result()
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize("wires", ["direct"], indirect=True)
-def test_a_reply_to_a_large_message_is_sent_again_when_its_own_connection_was_lost(
-    wires: Wires, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without Ray's cluster: a function takes the place of the call of an actor, which brings the message."""
-    pytest.importorskip("ray", reason="ray is not installed")
-    from penstock.distributed import launch_ray
-
-    sender = launch_ray.RayNode(wires.connection, "127.0.0.1", 0)
-    monkeypatch.setattr(launch_ray, "_own_name", "actor")
-    server = launch_ray.RayNode(wires.connection, "127.0.0.1", 0)
-    way_back = Proxy(int(sender.address.rstrip("#").rpartition(":")[2]), 3e6, 3e6)  # one reply and a half
-    wires.opened += [sender, server]
-    wires.proxies.append(way_back)
-    sender.address = f"{way_back.address}#"
-
-    def bring(header: Any, address: str, route: str, frames: list[Any]) -> None:
-        assert address == server.address
-        server.bring(header, route, frames)
-
-    sender._actors["actor"] = SimpleNamespace(bring=SimpleNamespace(remote=bring))
-    inbox, peer = server.open("large"), sender.reach(server.address, "large", target=server.id)
-    for k in range(3):
-        answer = peer.ask([k, np.zeros(launch_ray._LARGE, np.uint8)], 60)
-        received(inbox).reply(np.full(2_000_000, k, np.uint8))
-        assert answer.result(30)[0] == k
-    assert way_back.n > 1
