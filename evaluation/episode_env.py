@@ -66,7 +66,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._reads_each = plan.until_success or plan.success_at == "any"  # the info of each step for the success
         self._proofs = proofs
         self._proof: Iterator[Any] | None = None  # the stored actions of an episode that is a proof
-        self._most_steps = NO_JOB  # of such an episode
+        self._last_step = NO_JOB  # after so many steps the episode ends in any case
         self._split = action_splitter(plan.spaces[1])
         self._env: gym.Env[Any, Any] | None = None
         self._step_env: Any = None  # what makes its steps
@@ -76,6 +76,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._pending: deque[Any] = deque()
         self._begun: tuple[str, Any] | None = None
         self._marks = ObservationMarks(plan.spaces[0])
+        self._mark = self._marks.add
         self._rewards: list[float] = []
         self._success: bool | None = None  # of the steps so far, if any may say it
         self._chunks: list[Any] = []  # of actions, since the episode began
@@ -122,10 +123,10 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._rewards, self._chunks, self._job, self._begun, self._success = [], [], job, None, None
         self._pending.clear()
         self._marks.clear()
-        self._proof, self._most_steps = None, NO_JOB
+        self._proof, self._last_step = None, self._plan.max_steps or NO_JOB
         if proof is not None:
             self._proof = iter(self._split(as_named(tree_of(self._plan.spaces[1], proof.actions))))
-            self._most_steps = len(proof.rewards)
+            self._last_step = len(proof.rewards)
         if self._task != job.task or self._env is None or proof is not None:
             self.close()
             self._env, self._task = self._plan.factories[job.task](self._plan.context(job.task, self._rank)), job.task
@@ -136,7 +137,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         options = copy.deepcopy(job.options)  # an environment may take entries out
         result = reset_with(self._env, job.seed, options)
         self._observation, info = self._checked(checked_reset, result)
-        self._marks.add(self._observation)
+        self._mark(self._observation)
         self._begun = "begun", plain(info)
         if self._policies is not None:
             try:
@@ -160,9 +161,10 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 self._put(self._own_chunk())
             result = self._checked(checked_step, self._step_env(self._pending.popleft()))
             self._observation, reward, terminated, truncated, info = result
-            self._marks.add(self._observation)
+            self._mark(self._observation)
             self._rewards.append(reward)
-            if (facts := self._facts(info, terminated, truncated)) is not None:
+            may_end = terminated or truncated or self._reads_each or len(self._rewards) == self._last_step
+            if may_end and (facts := self._facts(info, terminated, truncated)) is not None:
                 self._pending.clear()
                 return "ended", facts
             if acts:
@@ -195,13 +197,9 @@ class EpisodeEnv(gym.Env[Any, Any]):
 
     def _facts(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> dict[str, Any] | None:
         """What there is to say of an episode that has ended with this step; None if it goes on."""
-        plan, n = self._plan, len(self._rewards)
-        is_over, is_last = terminated or truncated, n in (plan.max_steps, self._most_steps)
-        if not (is_over or is_last or self._reads_each):
-            return None
-        success = self._success_so_far(info)
-        is_over = is_over or (plan.until_success and success is True)
-        if not (is_over or is_last):
+        plan, n, success = self._plan, len(self._rewards), self._success_so_far(info)
+        is_over = terminated or truncated or (plan.until_success and success is True)
+        if not (is_over or n == self._last_step):
             return None
         parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)
         return {

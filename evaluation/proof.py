@@ -25,8 +25,8 @@ from penstock.vector.objects import has_fixed_shape
 
 #: Floats that differ by so much, or by this share, count as equal.
 TOLERANCE = 1e-5
-_ROWS = 64  # observations are marked so many at a time, which costs a tenth of one at a time
-_BYTES = 1 << 20  # or fewer, if they need more memory
+_ROWS = 256  # observations are marked so many at a time, which costs a tenth of one at a time
+_BYTES = 1 << 18  # or fewer, if they need more memory: more would not stay in the cache
 
 
 class Trace(NamedTuple):
@@ -46,7 +46,7 @@ class ObservationMarks:
     def __init__(self, space: gym.Space[Any]) -> None:
         parts = [(path, part) for path, part in _leaves(space) if has_fixed_shape(part)]
         self._others = [path for path, part in _leaves(space) if not has_fixed_shape(part)]
-        self._is_array = [path for path, _ in parts] == [()]
+        is_array = [path for path, _ in parts] == [()]
         sizes = [-(-int(np.prod(part.shape)) * part.dtype.itemsize // 8) * 8 for _, part in parts]
         n_rows = max(1, min(_ROWS, _BYTES // max(1, sum(sizes))))
         # Rows of whole words for each kind of part, so that one product makes all checksums.
@@ -57,7 +57,8 @@ class ObservationMarks:
             for (_, part), buffer in zip(parts, self._bytes, strict=True)
         ]
         self._paths = [(view, path) for view, (path, _) in zip(self._views, parts, strict=True)]
-        self._crc = np.zeros(n_rows, np.uint32)
+        self._view = self._views[0] if is_array else None  # of a space that is one array
+        self._crc, self._n_rows = np.zeros(n_rows, np.uint32), n_rows
         rng = np.random.Generator(np.random.PCG64(0))  # the same numbers in every process
         self._factors = [rng.integers(1 << 63, size=size // 8, dtype=np.uint64) * np.uint64(2) + 1 for size in sizes]
         self._weights = [rng.uniform(0.5, 1, int(np.prod(part.shape))) for _, part in parts]
@@ -72,8 +73,8 @@ class ObservationMarks:
         """The next observation. One that does not fit is for the check of the last one of a step, which names it."""
         n = self._n
         try:
-            if self._is_array:
-                self._views[0][n] = observation
+            if self._view is not None:
+                self._view[n] = observation
             else:
                 for view, path in self._paths:
                     view[n] = reduce(getitem, path, observation)
@@ -84,8 +85,8 @@ class ObservationMarks:
             self._crc[n] = 1
             for view in self._views:
                 view[n] = 0
-        self._n = n + 1
-        if n + 1 == len(self._crc):
+        self._n = n = n + 1
+        if n == self._n_rows:
             self._mark()
 
     def _mark(self) -> None:
