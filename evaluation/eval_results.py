@@ -374,7 +374,7 @@ def _texts(values: Sequence[float], sign: str = "") -> list[str]:
     if size == 0:
         spec = ".3f"
     else:
-        digits, last = (math.floor(math.log10(x)) for x in (size, spread if spread > 1e-6 * size else size))
+        digits, last = (math.floor(math.log10(x)) for x in (size, spread if spread > 1e-7 * size else size))
         spec = f".{max(3, 1 - last)}f" if 1e-3 <= size < 1e9 else f".{max(2, digits - last + 1)}e"
     return [f"{value:{sign}{spec}}" for value in values]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import ConfigError, EvalResults
@@ -159,6 +159,7 @@ def test_columns_never_touch_and_never_shift() -> None:
     assert len(lines) == len(table) + len(ODD_NAMES) - 1 + 1
 
 
+@example(size=0.0, half=-6.0, sign=1, plus="")
 @given(size=st.floats(-8, 12), half=st.floats(-6, 1), sign=st.sampled_from([1, -1, 0]), plus=st.sampled_from(["", "+"]))
 def test_a_number_has_the_digits_that_matter(size: float, half: float, sign: int, plus: str) -> None:
     centre, spread = sign * 10**size, 10 ** (size + half)
