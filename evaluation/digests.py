@@ -147,10 +147,6 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
     yield from (code.co_code, " ".join(code.co_names), _as_texts(code.co_consts))
 
 
-def _as_text(key: object) -> str:
-    return key if isinstance(key, str) else ""  # the numbers of hooks differ
-
-
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """The code, and that of the functions inside."""
     yield code
@@ -186,7 +182,10 @@ def _is_library(file: str | None) -> bool:
 _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     np.ndarray: _of_array,
     Agent: _of_agent,
-    Mapping: lambda value: [part for key, entry in value.items() for part in (_as_text(key), entry)],
+    # Hooks of modules have numbers as keys, which differ.
+    Mapping: lambda value: [
+        part for key, entry in value.items() for part in (key if isinstance(key, str) else "", entry)
+    ],
     set | frozenset: lambda value: sorted(part if isinstance(part, str) else type(part).__qualname__ for part in value),
     list | tuple: iter,
     types.ModuleType: lambda value: [value.__name__],

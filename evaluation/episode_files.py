@@ -281,9 +281,9 @@ def _require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]
     for name in known["policies"].keys() & about["policies"].keys():
         if with_code and known["policies"][name] != about["policies"][name]:
             raise ConfigError(
-                f"{path} has another policy of the name {name!r}: its code, its parameters, or other arrays that it "
-                f"holds, differ ({known['policies'][name]}, here {about['policies'][name]}). Give it another name, or "
-                "another folder; or trust_folder=True if you know that it is the same"
+                f"{path} has another policy of the name {name!r}: its code, its parameters, or other arrays or texts "
+                f"that it holds, differ ({known['policies'][name]}, here {about['policies'][name]}). Give it another "
+                "name, or another folder; or trust_folder=True if you know that it is the same"
             )
 
 

@@ -352,7 +352,7 @@ class _Figures:
                 self.numbers.discard(name)
 
     def place(self, policy: str, task: str | None) -> tuple[int, slice]:
-        """The index of a policy, and those of all tasks, or of this one."""
+        """Where the arrays have a policy and a task, or all tasks."""
         first = None if task is None else self._places[1][task]
         return self._places[0][policy], slice(first, None if first is None else first + 1)
 

@@ -85,7 +85,7 @@ def evaluate(
         episodes: how many episodes of each task, or their numbers as a range.
         success: the key of the info that says whether an episode was a success.
         success_at: "last": the info of the episode's last step says it. "any": it was a success if the info of any step
-            says so; the episode goes on, and its return is not cut.
+            says so; that does not end the episode or cut its return.
         until_success: end an episode with the first step that is a success.
         max_steps: end an episode, as truncated, after so many steps.
         n_workers: worker processes. By default as many as CPUs may be used.
@@ -102,7 +102,7 @@ def evaluate(
         folder: keeps each episode as soon as it has ended. The same call continues there, and plays failed episodes
             again. First it plays one episode of each policy and task in the folder again: if one differs, in more than
             rounding, the folder is refused.
-        trust_folder: True: take the episodes in the folder without playing any of them again.
+        trust_folder: True: take the episodes in the folder. No code is compared, and none of them is played again.
         spaces: `(observation_space, action_space)`: then no environment is built in this process to read them.
         affinity, start_method: as in `ParallelSampler`.
         progress: say on the standard error output how many episodes have ended.
@@ -241,12 +241,13 @@ class _ResultsSoFar:
             if is_unproven and self._stored(policy, task) is not None:
                 raise ConfigError(
                     f"the folder says that an episode of {_name(policy, task)} was different when it was played again, "
-                    "so nothing can show that its results are those of this call. Give another folder; or "
-                    "trust_folder=True, and they are taken as they are"
+                    "so it cannot be proved that this call would have the same results. Give another folder; or "
+                    "trust_folder=True, and the results are taken as they are"
                 )
-        for result, problem in self._differences(play).items():
+        if found := self._differences(play):
+            (policy, task, episode), problem = next(iter(found.items()))
             raise ConfigError(
-                f"the folder has other results: episode {result[2]} of {_name(*result[:2])} was played again, and "
+                f"the folder has other results: episode {episode} of {_name(policy, task)} was played again, and "
                 f"{problem}. The policy or the environment has changed, or depends on something else than the seed. "
                 "Give another folder; or trust_folder=True, and the results are taken as they are"
             )
@@ -342,11 +343,11 @@ def _play_part(
     n_ended: int,
     on_result: Callable[[int, EpisodeResult], None],
 ) -> _Counts:
-    """Play the episodes with these numbers, in workers of their own."""
+    """Start workers, play the episodes with these numbers in them, and end the workers."""
     n_workers, batch_B = sizes(len(numbers))
     if not numbers:
         return 0, 0
-    n_columns = 1 if in_workers else batch_B  # there the workers have players of their own
+    n_columns = 1 if in_workers else batch_B  # each worker makes its players itself
     players = {n: make_player(policy, plan.spaces, n_columns, batched=batched) for n, policy in snapshots.items()}
     loop = EvaluationLoop(
         plan,

@@ -103,8 +103,8 @@ class EvaluationLoop:
         return True
 
     def end(self, c: int, *, failure: str = "", facts: Mapping[str, Any] | None = None) -> None:
-        """The episode of this column, if one runs, has ended, with these `facts`. Without them it will begin again,
-        unless it was the last attempt that ended with a `failure` of its own.
+        """The episode of this column, if one runs, has ended, with these `facts`. Without them it begins again later,
+        unless it has now failed by itself (`failure`) as often as it may.
 
         Raises `WorkerError` if nothing but failures has come so far, in each task.
         """
@@ -306,11 +306,10 @@ def _metrics(facts: Mapping[str, Any], plan: EvaluationPlan) -> dict[str, float 
                 f"{sorted(facts['info'])}: the environment must say it {when} of each"
             )
         metrics["success"] = facts["success"]
-    own = set(metrics)
     for key, value in facts["info"].items():
         array = np.zeros(0) if isinstance(value, dict | list | None) else np.asarray(value)
         if array.size == 1 and array.dtype.kind in "fiub":
-            name = key if key not in own else f"info.{key}"
+            name = key
             while name in metrics:
                 name = f"info.{name}"
             metrics[name] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())

@@ -57,8 +57,8 @@ def paired_share(tasks: Strata) -> Interval:
 
 
 def mean(tasks: Strata) -> Interval:
-    """The mean, with Student's interval. Each task has its own variance, and the degrees of freedom are those of Welch
-    and Satterthwaite. If a task has only one episode, the means of the tasks are taken for draws of one distribution,
+    """The mean, with Student's interval. Each task has its own variance; the degrees of freedom follow Welch and
+    Satterthwaite. If a task has only one episode, the means of the tasks are taken for draws of one distribution,
     which makes the interval wider."""
     if not (strata := _known(tasks)):
         return _UNKNOWN
@@ -86,7 +86,7 @@ def _size(strata: Strata, shares: Array) -> float:
     """How many episodes of a single task would give a mean as exact as that of these tasks: more than there are where
     the tasks differ, and fewer where one of them has few. `shares [1 or 2, tasks]`: of ones, and of minus ones."""
     n = np.array([len(task) for task in strata])
-    more, total = min(len(n), 2), n.sum()  # all shares are smoothed; those of one task must be equal to its own
+    more, total = min(len(n), 2), n.sum()  # all shares are smoothed, so that one task gives its number
     whole = _variance(*(shares.mean(1) * total + more) / (total + 2 * more))
     own = (_variance(*(shares * n + 1) / (n + 2)) / n).sum() / len(n) ** 2
     return max(len(n) * int(n.min()), float(whole / own))  # with p (1 - p) concave, it is never less than the first

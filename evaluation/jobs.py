@@ -136,7 +136,7 @@ class EvaluationPlan:
 
 
 def _spaces_of(factories: Sequence[EnvFactory]) -> Spaces:
-    """Those of the first task whose environment can be built: the others fail alone, in their workers."""
+    """The spaces of the first environment that can be built. A task without one fails alone, in its worker."""
     errors: list[ConfigError] = []
     for factory in factories:
         try:

@@ -1,7 +1,7 @@
-"""Proof that the results of an evaluation can be had again: one episode of each policy and task is played twice.
+"""Proof that the results of an evaluation repeat: one episode of each policy and task is played twice.
 
-The second time, in a new environment, the steps get the actions that are stored, and the policy says what it would have
-done. So rounding, which depends on how many rows a network gets, does not add up over an episode.
+The second time, in a new environment, the steps get the stored actions, and the policy says what it would have done. So
+rounding, which depends on how many rows a network gets, does not add up over an episode.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from penstock.vector.objects import has_fixed_shape
 
 #: Floats that differ by so much, or by this share, count as equal.
 TOLERANCE = 1e-5
-_ROWS = 256  # observations are marked so many at a time, which costs a tenth of one at a time
-_BYTES = 1 << 18  # or fewer, if they need more memory: more would not stay in the cache
+_ROWS = 256  # observations are marked together: one alone costs ten times as much
+_BYTES = 1 << 18  # the most memory for these rows: more would not stay in the cache
+_Marks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.float64]]  # `Trace.checks` and `Trace.sums`
 
 
 class Trace(NamedTuple):
@@ -34,8 +35,8 @@ class Trace(NamedTuple):
 
     actions: list[npt.NDArray[Any]]  #: the parts of the actions, `[n, ...]`
     rewards: npt.NDArray[np.float64]  #: `[n]`
-    #: `[n + 1, 2]`: checksums of the observations, that of the reset first: of the parts that are no floats, and of
-    #: those that are.
+    #: `[n + 1, 2]`: two checksums of each observation, from the reset on: one of its parts that are no floats, one of
+    #: the floats.
     checks: npt.NDArray[np.uint32]
     sums: npt.NDArray[np.float64]  #: `[n + 1]`: weighted sums of the floats, each between -1 and 1, for rounding
 
@@ -67,7 +68,7 @@ class ObservationMarks:
     def clear(self) -> None:
         """An episode begins."""
         self._n = 0
-        self._done: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float64]]] = []
+        self._done: list[_Marks] = []
 
     def add(self, observation: Any) -> None:
         """The next observation. One that does not fit is for the check of the last one of a step, which names it."""
@@ -104,7 +105,7 @@ class ObservationMarks:
         self._crc[:n] = 0
         self._done.append((checks, sums))
 
-    def take(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float64]]:
+    def take(self) -> _Marks:
         """The checksums and sums since `clear`."""
         if self._n or not self._done:
             self._mark()
@@ -147,7 +148,8 @@ def differs(stored: Trace, again: Trace) -> tuple[str, bool]:
     """What first differs between two traces, "" if nothing does; and whether all is equal bit for bit."""
     n, seen = len(stored.rewards), len(again.rewards)
     found = [
-        (step, 0, f"its observation after {step} steps is another one") for step in _unequal_observations(stored, again)
+        (step, 0, f"its observation after {step} steps is another one")
+        for step in _unequal_observations((stored.checks, stored.sums), (again.checks, again.sums))
     ]
     for part, ours, theirs in zip(range(len(stored.actions)), again.actions, stored.actions, strict=True):
         name = "its action" if len(stored.actions) == 1 else f"part {part} of its action"
@@ -184,10 +186,11 @@ def _unequal(stored: npt.NDArray[Any], again: npt.NDArray[Any]) -> list[int]:
     return _first(~equal.reshape(n, -1).all(axis=1)) if n else []
 
 
-def _unequal_observations(stored: Trace, again: Trace) -> list[int]:
-    n = min(len(stored.checks), len(again.checks))
-    equal = stored.checks[:n] == again.checks[:n]
-    near = np.isclose(stored.sums[:n], again.sums[:n], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+def _unequal_observations(stored: _Marks, again: _Marks) -> list[int]:
+    """As `_unequal`, of observations."""
+    n = min(len(stored[0]), len(again[0]))
+    equal = stored[0][:n] == again[0][:n]
+    near = np.isclose(stored[1][:n], again[1][:n], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     return _first(~(equal[:, 0] & (equal[:, 1] | near)))
 
 
@@ -199,20 +202,19 @@ def _first(rows: npt.NDArray[np.bool_]) -> list[int]:
 class PlayedEpisode(RecordedEpisode):
     """An episode of an evaluation. `run`, `steps` and `film` compare each observation with the one that was."""
 
-    checks: Any = None  #: those of its `Trace`
-    sums: Any = None
+    checks: Any = None  #: `Trace.checks`
+    sums: Any = None  #: `Trace.sums`
 
     def _repeated(self, env: gym.Env[Any, Any], n_steps: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        marks, seen = ObservationMarks(env.observation_space), Trace([], np.zeros(0), self.checks, self.sums)
+        marks = ObservationMarks(env.observation_space)
         for i, (action, result) in enumerate(super()._repeated(env, n_steps)):
             marks.clear()
             marks.add(result[0])
-            now = Trace([], np.zeros(0), *marks.take())
-            if _unequal_observations(seen._replace(checks=seen.checks[i : i + 1], sums=seen.sums[i : i + 1]), now):
+            if _unequal_observations((self.checks[i : i + 1], self.sums[i : i + 1]), marks.take()):
                 raise RepeatError(
                     f"{self._name} differs from what was played: its observation after {i} steps is another one. The "
-                    "environment, its arguments or the options of its reset are not those of the evaluation, or it "
-                    "depends on something else than the seed of its reset and its actions"
+                    "evaluation had another environment, other arguments or other options of the reset; or the "
+                    "environment depends on something else than the seed of its reset and its actions"
                 )
             yield action, result
 

@@ -47,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", metavar="A,B", help="names of tasks, or MODULE:NAME of a dict of arguments of ENV_FN by name")
     add("--folder", metavar="F", help="keep each episode there; the same command continues")
     trust = "continue a folder that cannot be proved to be of this policy and environment"
-    add("--trust-folder", action="store_true", default=argparse.SUPPRESS, help=trust)
+    add("--trust-folder", action="store_true", help=trust)
     add("--workers", dest="n_workers", type=int, metavar="N", help="worker processes (as many as CPUs)")
     add("--seed", type=int, default=0, help="chooses the episodes (0)")
     add("--success", metavar="KEY", help="the key of the last info that says whether the episode was a success")
     at = "the step that must be a success: the last one (default), or any; the return is not cut"
-    add("--success-at", choices=("last", "any"), default=argparse.SUPPRESS, help=at)
+    add("--success-at", choices=("last", "any"), default="last", help=at)
     add("--until-success", action="store_true", help="end an episode with the first step that is a success")
     add("--max-steps", type=int, metavar="N", help="truncate episodes")
     bound = "exit with 1 if the LOWER end of the interval of POLICY is below VALUE; may be repeated"
@@ -90,7 +90,6 @@ def _evaluated(args: argparse.Namespace) -> EvalResults:
     tasks = args.tasks
     if tasks is not None:
         tasks = load_named(tasks) if ":" in tasks else tasks.split(",")
-    given = {name: value for name, value in vars(args).items() if name in ("success_at", "trust_folder")}
     return evaluate(
         {text: _policy(text, args.algo) for text in texts},
         load_named(args.env),
@@ -98,17 +97,18 @@ def _evaluated(args: argparse.Namespace) -> EvalResults:
         episodes=args.episodes,
         seed=args.seed,
         success=args.success,
+        success_at=args.success_at,
         until_success=args.until_success,
         max_steps=args.max_steps,
         n_workers=args.n_workers,
         folder=args.folder,
+        trust_folder=args.trust_folder,
         progress=sys.stderr.isatty(),
-        **given,
     )
 
 
 def _missed(results: EvalResults, args: argparse.Namespace) -> bool:
-    """Whether a bound is missed. Says of each what it is."""
+    """Whether a bound is missed. Prints a line for each bound."""
     is_missed = False
     for metric, value in args.at_least:
         # The mean itself is above its bound in half of the runs of a policy that just reaches it. Episodes that failed

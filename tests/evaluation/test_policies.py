@@ -218,6 +218,17 @@ class Deep:
         return (np.sin(self.shown[0] + shift) / 2).astype(np.float32)[None]
 
 
+def assert_played_by(policy: Any, results: Any) -> None:
+    """Each episode has the actions of a plain loop with this object."""
+    env = Reach()
+    for result in results.episodes:
+        observation, _ = env.reset(seed=result.seed)
+        policy.reset()
+        for action in result.played()[0][0]:
+            assert np.array_equal(action, policy.select_action(as_batch(observation))[0])
+            observation, *_ = env.step(action)
+
+
 WHERE = ("itself", "list", "dict", "two objects deep", "method", "parameters alone")
 
 
@@ -232,12 +243,7 @@ def test_copies_share_parameters_wherever_they_lie_and_no_state(where: str) -> N
     for part in ("count", "1.running_mean"):  # buffers may be states
         assert len({dict(copied.found().named_buffers())[part].data_ptr() for copied in player._copies}) == n
     found = evaluate(deep, Reach, success="is_success", episodes=12, n_workers=1, batch_B=n, max_steps=20)
-    for result in found.episodes:
-        observation, _ = env.reset(seed=result.seed)
-        deep.reset()
-        for action in result.played()[0][0]:
-            assert np.array_equal(action, deep.select_action(as_batch(observation))[0])
-            observation, *_ = env.step(action)
+    assert_played_by(deep, found)
 
 
 class Lazy:
@@ -258,13 +264,7 @@ class Lazy:
 
 def test_a_network_that_is_made_late() -> None:
     found = evaluate(Lazy(), Reach, success="is_success", episodes=9, n_workers=1, batch_B=8, max_steps=10)
-    lazy, env = Lazy(), Reach()
-    for result in found.episodes:
-        observation, _ = env.reset(seed=result.seed)
-        lazy.reset()
-        for action in result.played()[0][0]:
-            assert np.array_equal(action, lazy.select_action(as_batch(observation))[0])
-            observation, *_ = env.step(action)
+    assert_played_by(Lazy(), found)
 
 
 # ---- modules in training mode, and policies of another library -------------------------------------------
