@@ -5,7 +5,6 @@ imports neither ray nor zmq.
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,9 +81,13 @@ def __getattr__(name: str) -> Any:
     file = _FILE_OF.get(name)
     if file is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if file == "ray_sampler" and find_spec("ray") is None:
-        raise ImportError(f'penstock.distributed.{name} needs ray, which is not installed: pip install ".[cluster]"')
-    value = globals()[name] = getattr(import_module(f"penstock.distributed.{file}"), name)
+    try:
+        value = globals()[name] = getattr(import_module(f"penstock.distributed.{file}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("ray", "zmq", "msgpack"):
+            raise
+        missing = f"penstock.distributed.{name} needs {error.name}, which is not installed"
+        raise ImportError(f'{missing}: pip install ".[cluster]"') from error
     return value
 
 

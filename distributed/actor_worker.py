@@ -13,7 +13,7 @@ from penstock.agents import Agent, AgentStep
 from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.samples import for_each_policy
-from penstock.distributed.parameters import ParameterClient, by_policy, write_parameters
+from penstock.distributed.parameters import PARAMETERS, ParameterClient, by_policy, write_parameters
 from penstock.distributed.pieces import piece_of, to_tree
 from penstock.distributed.policy_worker import AgentPlan
 from penstock.distributed.role import PollResult, Worker
@@ -69,7 +69,6 @@ class ActorWorker(Worker):
         plan: the seed, and how to make the agent, which acts here unless `actors.inference` names a stream.
         rank, world_size: the number of this actor, and the number of all actors. The env_ranks of its environments
             begin at `rank * batch_B`.
-        parameters: name under which the trainer publishes the parameters.
         credit: how many pieces of this actor may be under way. It samples the next one when there is room for it.
 
     `configure` has the argument `generation`: how often this actor was started again. Each generation has other random
@@ -83,11 +82,10 @@ class ActorWorker(Worker):
         *,
         rank: int = 0,
         world_size: int = 1,
-        parameters: str = "policy",
         credit: int = 3,
     ) -> None:
         self._actors, self._plan, self._rank, self._world_size = actors, plan, rank, world_size
-        self._policy, self._credit = parameters, credit
+        self._credit = credit
         self._sampler: Sampler | None = None
         self._client: InferenceClient | None = None
         self._piece: dict[str, Any] | None = None  # a piece that no consumer has had room for yet
@@ -97,7 +95,7 @@ class ActorWorker(Worker):
         self._generation = integer("generation", generation, 0)
         self._agent: Any  # an agent, or a dict of agents
         if self._actors.inference is None:
-            self._parameters = ParameterClient(self.names, self._policy)
+            self._parameters = ParameterClient(self.names, PARAMETERS)
             self._agent = self._plan.agent()
             write_parameters(self._agent, self._parameters.first(self._must_end))
             self._version = self._parameters.version

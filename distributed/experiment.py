@@ -124,7 +124,7 @@ class Experiment:
             )
         plan = self.plan()
         joining = self.actors.joining_names
-        makers = {name: make for name, make in self._makers(plan).items() if name not in joining}
+        makers = {name: make for name, make in self.makers(plan).items() if name not in joining}
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
         facts = {"seed": plan.seed, "actors": self._facts(plan) if joining else {}}
@@ -163,7 +163,7 @@ class Experiment:
             raise ConfigError(
                 f"the run and this experiment differ: {listed}. All machines need the same code and the same penstock"
             )
-        makers = self._makers(replace(plan, seed=int(facts["seed"])))
+        makers = self.makers(replace(plan, seed=int(facts["seed"])))
         workers = {name: LaunchedProcess(makers[name], connection, name, has_joined=True) for name in names}
         try:
             while any(worker.ending() is None for worker in workers.values()):
@@ -275,8 +275,9 @@ class Experiment:
             _, seats = find_seating([(factories, 0), ((), 0)], agents, self.actors.policy_of, (factories[0], first))
         return [dict(zip(agents, pair, strict=True)) for pair in zip(*(spaces for *_, spaces in seats), strict=True)]
 
-    def _makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
-        """Functions that make the workers, by name, in the order in which the workers start."""
+    def makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
+        """Functions that make the workers, by name, in the order in which the workers start. `plan` is that of
+        `self.plan()`."""
         training, policies, actors = self.training, self.policies, self.actors
         if training.checkpoint is not None:  # a worker may work in another folder
             training = replace(training, checkpoint=Path(training.checkpoint).absolute())
@@ -300,16 +301,7 @@ class RunningExperiment(Closing):
     """A running experiment. `panel` commands its workers.
 
     If a worker fails, the start of the run or `wait` starts it again: a policy worker gets the newest parameters, a
-    trainer continues from its checkpoint, and an actor begins new trajectories.
-
-    Args:
-        panel: the run closes it.
-        makers: functions that make the workers, by name.
-        max_restarts: see `Experiment.run`.
-        timeouts: its `hang_timeout` and `close_timeout`.
-        resources: what Ray reserves for a worker, by the first part of its name.
-        joining: names of the workers that may join from other machines.
-        facts: what those need.
+    trainer continues from its checkpoint, and an actor begins new trajectories. `Experiment.run` makes it.
     """
 
     def __init__(
@@ -317,10 +309,10 @@ class RunningExperiment(Closing):
         panel: ControlPanel,
         makers: Mapping[str, Callable[[], Worker]],
         max_restarts: int,
-        timeouts: tuple[float, float],
-        resources: Mapping[str, Mapping[str, float] | None],
-        joining: Sequence[str] = (),
-        facts: Mapping[str, Any] | None = None,
+        timeouts: tuple[float, float],  # `hang_timeout` and `close_timeout`
+        resources: Mapping[str, Mapping[str, float] | None],  # by the first part of a worker's name
+        joining: Sequence[str],  # the actors that may join
+        facts: Mapping[str, Any],  # what those need
     ) -> None:
         self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
         (self._hang_timeout, self._close_timeout), self._joining = timeouts, joining
@@ -363,26 +355,25 @@ class RunningExperiment(Closing):
         until: Callable[[RunState], bool],
         *,
         timeout: float = float("inf"),
-        metrics: str | Path | MetricsSink | Sequence[MetricsSink] = (),
+        metrics: str | Path | MetricsSink | None = None,
     ) -> RunState:
         """Watch the workers until `until(state)` is True, or for `timeout` seconds. Returns the last state.
 
         Args:
             until: called four times a second.
             metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
-                another `MetricsSink`, or several of these.
+                another `MetricsSink`.
 
         Raises `ClusterError` if workers have failed too often: see `max_restarts`.
         """
         deadline, write_at = time.monotonic() + timeout, 0.0
-        sinks = _sinks(metrics)
+        sink = JsonLines(metrics) if isinstance(metrics, str | Path) else metrics
         while True:
             state = self.state()
             is_last = until(state) or time.monotonic() >= deadline
-            if is_last or time.monotonic() >= write_at:
+            if sink is not None and (is_last or time.monotonic() >= write_at):
                 write_at = time.monotonic() + _WRITE_SECONDS
-                for sink in sinks:
-                    sink.write(state)
+                sink.write(state)
             if is_last:
                 return state
             self._watch_all(state.workers)
@@ -565,9 +556,3 @@ def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Conne
             if time.monotonic() > until:
                 raise
             time.sleep(_POLL_SECONDS)
-
-
-def _sinks(metrics: str | Path | MetricsSink | Sequence[MetricsSink]) -> list[MetricsSink]:
-    if isinstance(metrics, str | Path):
-        return [JsonLines(metrics)]
-    return [metrics] if isinstance(metrics, MetricsSink) else list(metrics)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 import stat
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import zmq
+
+from penstock.arguments import must_be
+from penstock.distributed.wire import Node
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from penstock.distributed.wire import Node
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,13 @@ class Connection:
     @classmethod
     def make(cls, trial: str, *, host: str = "127.0.0.1") -> Self:
         """New keys for `trial`. The address is empty."""
-        _need_sockets()
-        import zmq
-
         server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
         return cls(trial, "", server[0], server[1], client[0], client[1], host)
 
     def wire(self, port: int = 0) -> Node:
         """A new node with these keys, at this port; 0 for any free one. Raises `ConfigError` for an address that cannot
         be used."""
-        _need_sockets()
-        from penstock.distributed.wire import Node
-
-        return Node(self, self.host, port)
+        return Node(self, _own_address(self.host), port)
 
     def write(self, path: str | Path) -> None:
         """Write the file, readable for its owner alone. An older file is replaced.
@@ -88,7 +85,20 @@ class Connection:
             raise ConfigError(f"{path} is no connection file of penstock: {type(error).__name__}: {error}") from error
 
 
-def _need_sockets() -> None:
-    missing = [name for name in ("zmq", "msgpack") if find_spec(name) is None]
-    if missing:
-        raise ImportError(f'{" and ".join(missing)} must be installed to use sockets: pip install ".[cluster]"')
+def _own_address(host: str) -> str:
+    """Where a node listens, as ZeroMQ writes it. Raises `ConfigError` for every network at once, in any spelling."""
+    must_be("host", host, isinstance(host, str), "an address or a name of this machine")
+    name = host.strip("[]")
+    if name in (interface for _, interface in socket.if_nameindex()):
+        return name
+    try:
+        found = socket.getaddrinfo("0" if name in ("", "*") else name, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # ValueError: it cannot be a name
+        raise ConfigError(f"cannot listen at host={host!r}: {error}") from error
+    addresses = [ipaddress.ip_address(str(info[4][0])) for info in found]
+    if any((getattr(each, "ipv4_mapped", None) or each).is_unspecified for each in addresses):
+        raise ConfigError(
+            f"host={host!r} would open a port on every network of this machine: give the address of one network"
+        )
+    first = min(addresses, key=lambda each: each.version)
+    return str(first) if first.version == 4 else f"[{first}]"

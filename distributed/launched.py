@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import pickle
@@ -18,7 +17,6 @@ from penstock.buffers import pickling
 from penstock.distributed.messages import describe
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
-from penstock.errors import ConfigError
 from penstock.workers.failures import describe_exit
 from penstock.workers.handle import StackFile, status_of
 from penstock.workers.launcher import start_beside
@@ -126,21 +124,6 @@ def run_worker(make: Callable[[], Worker], connection: Connection, name: str, *,
     """What the process of a worker does. Returns its exit code."""
     status = make().run(connection, name, ends_with_panel=ends_with_panel)
     return 1 if status is Status.ERROR else 0
-
-
-def load_worker(text: str) -> tuple[type[Worker], int]:
-    """The class and the index in `MODULE:CLASS/INDEX`; the index is 0 if it is left out. Raises `ConfigError`."""
-    path, _, index = text.partition("/")
-    module, _, name = path.partition(":")
-    if not module or not name.isidentifier() or not (index or "0").isdigit():
-        raise ConfigError(f"a worker is named MODULE:CLASS or MODULE:CLASS/INDEX, got {text!r}")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load {path}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Worker)):
-        raise ConfigError(f"{path} is {cls!r}, not a subclass of penstock.distributed.Worker")
-    return cls, int(index or 0)
 
 
 def snake(cls: Any) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from penstock.buffers.reports import in_one_line
@@ -49,8 +50,6 @@ def describe(error: BaseException) -> str:
 def packer() -> Any:
     """This thread's packer of headers and small arrays. To make one takes up to 15 µs."""
     if (known := getattr(_own, "packer", None)) is None:
-        import msgpack
-
         known = _own.packer = msgpack.Packer()
     return known
 
@@ -58,8 +57,6 @@ def packer() -> Any:
 def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[Any]:
     """`value` as frames: the header, then copies of the bytes of the arrays, which `frame` makes. Raises
     `BadMessageError`."""
-    import msgpack
-
     arrays: list[Any] = []
     n_small = 0
 
@@ -69,18 +66,25 @@ def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[An
             return item.item()
         if isinstance(item, dict):  # a subclass of dict
             return dict(item)
+        if not isinstance(item, np.ndarray) or item.dtype.kind not in _KINDS or item.ndim > 32:
+            what = f"a value of type {type(item).__name__}"
+            if isinstance(item, np.ndarray):
+                what = f"an array of {item.dtype}"
+            raise BadMessageError(
+                f"{what} cannot cross a wire: send numbers, str, bytes, lists, dicts with str keys, and arrays of "
+                "numbers"
+            )
         nonlocal n_small
-        array = _checked_array(item)
         where: Any
-        if array.nbytes <= _SMALL and n_small + array.nbytes <= _MOST_SMALL:
-            n_small += array.nbytes
-            where = array.tobytes()
+        if item.nbytes <= _SMALL and n_small + item.nbytes <= _MOST_SMALL:
+            n_small += item.nbytes
+            where = item.tobytes()
         else:
-            data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            data = memoryview(np.ascontiguousarray(item).reshape(-1).view(np.uint8).data)
             first = len(arrays) + 1
             arrays.extend(frame(data[start : start + _FRAME]) for start in range(0, len(data), _FRAME))
             where = [first, len(arrays) + 1]
-        return msgpack.ExtType(_ARRAY, packer().pack([where, array.dtype.str, array.shape]))
+        return msgpack.ExtType(_ARRAY, packer().pack([where, item.dtype.str, item.shape]))
 
     _check_tree(value)
     try:
@@ -104,8 +108,6 @@ def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[An
 def decode(frames: Sequence[Any]) -> Any:
     """The message in `frames`, which are bytes or memoryviews of bytes. Its arrays use the memory of the frames. Raises
     `BadMessageError` for other bytes."""
-    import msgpack
-
     if not 0 < len(frames) <= _MOST_FRAMES or len(frames[0]) > _MOST_HEADER:
         raise BadMessageError(f"no message: {len(frames)} frames")
 
@@ -168,13 +170,3 @@ def _check_tree(value: Any, depth: int = 0) -> None:
     for item in items:
         if type(item) not in _LEAVES:
             _check_tree(item, depth + 1)
-
-
-def _checked_array(value: object) -> Any:
-    """`value`, if it is an array that can be sent. Otherwise raises `BadMessageError`."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS and value.ndim <= 32:
-        return value
-    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a value of type {type(value).__name__}"
-    raise BadMessageError(
-        f"{kind} cannot cross a wire: send numbers, str, bytes, lists, dicts with str keys, and arrays of numbers"
-    )

@@ -11,8 +11,7 @@ import re
 import threading
 import time
 import uuid
-from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
@@ -39,6 +38,12 @@ def natural(name: str) -> str:
     return f"{re.sub('0*([0-9]+)', lambda digits: f'{len(digits[1]):03}{digits[1]}', name)} {name}"
 
 
+def below(keys: Iterable[str], *roots: str) -> list[str]:
+    """Those of `keys` at one of `roots` or below, sorted. `a/b` is below `a`, `ab` is not; all are below ""."""
+    heads = tuple(f"{root}/" for root in roots)
+    return sorted(key for key in list(keys) if "" in roots or f"{key}/".startswith(heads))
+
+
 def is_place(value: object) -> bool:
     """Whether the value of a name is where an inbox is: address, node id and name of the inbox."""
     return isinstance(value, list) and [*map(type, value)] == [str, str, str]
@@ -56,7 +61,6 @@ class NameTable:
         self._clock, self._id, self.version = clock, uuid.uuid4().hex[:12], 0
         #: By key: value, owner, whether it is lasting, when it came.
         self.entries: dict[str, tuple[bytes, str, bool, float]] = {}
-        self._keys: list[str] = []  # sorted
         self._until: dict[str, float] = {}  # the leases, by owner
         self._next_end, self._n_ended = 0.0, 0  # no lease ends before; how many have ended
         # By the first part of a key: the last version that has changed something there; for "", that of all.
@@ -94,8 +98,6 @@ class NameTable:
         old = self.entries.get(key)
         if old is not None and old[1] != owner and not replace:
             raise NameTableError(f"the name {key!r} is taken by {old[1]}: choose another one, or wait until that ends")
-        if old is None:
-            insort(self._keys, key)
         if old is None or old[:3] != (value, owner, lasting):
             self.entries[key] = value, owner, lasting, time.monotonic()
             self._note(key)
@@ -109,7 +111,7 @@ class NameTable:
         self._changed[""] = self._changed[key.partition("/")[0]] = self.version
 
     def _delete(self, key: str) -> None:
-        del self.entries[key], self._keys[bisect_left(self._keys, key)]
+        del self.entries[key]
         self._note(key)
 
     def delete(self, key: str, owner: str) -> bool:
@@ -120,17 +122,10 @@ class NameTable:
             self._delete(key)
         return has
 
-    def _below(self, root: str) -> list[str]:
-        """The keys at `root` and below. `a/b` is below `a`, `ab` is not."""
-        if not root:
-            return self._keys
-        at_root = [root] if root in self.entries else []
-        return at_root + self._keys[bisect_left(self._keys, f"{root}/") : bisect_left(self._keys, f"{root}0")]
-
     def clear(self, root: str) -> int:
         """Delete `root` and everything below. Returns how many names there were."""
         self.expire()
-        keys = list(self._below(root))
+        keys = below(self.entries, root)
         for key in keys:
             self._delete(key)
         return len(keys)
@@ -138,8 +133,7 @@ class NameTable:
     def find(self, roots: Sequence[str]) -> dict[str, bytes]:
         """The names at `roots` and below, sorted."""
         self.expire()
-        keys = self._below(roots[0]) if len(roots) == 1 else {key for root in roots for key in self._below(root)}
-        return {key: self.entries[key][0] for key in sorted(keys)}
+        return {key: self.entries[key][0] for key in below(self.entries, *roots)}
 
     def beat(
         self, owner: str, entries: Mapping[str, Any], roots: Sequence[str], since: Sequence[Any], n_ended: int = -1
@@ -150,8 +144,6 @@ class NameTable:
         A beat may be old: when a broken link works again, the system delivers what a process had sent before it died.
         So an owner without a lease must send `n_ended`, the number of leases that have ended. Only a living owner has
         got it, in an answer with `is_kept` False."""
-        if type(owner) is not str:
-            raise NameTableError(f"an owner is text, got {owner!r}")
         self.expire()
         if owner not in self._until and n_ended != self._n_ended:
             return {"is_kept": False, "n_ended": self._n_ended, "pace": self.pace}
@@ -181,17 +173,16 @@ class NameTable:
 class NameClient:
     """The name table, as one node sees it. Names that it adds stay for as long as the node is open.
 
-    All calls raise `NoReplyError` if the table cannot be reached for `timeout` seconds.
+    All calls raise `NoReplyError` if the table cannot be reached for `timeout` seconds, at first 10.
 
     Args:
         wire: the requests go through this node, and its id is the owner of the names.
         address: where the table is.
-        timeout: seconds that a call waits for the table.
         table: the table itself, if this node serves it: then `followed` is never late.
     """
 
-    def __init__(self, wire: Node, address: str, *, timeout: float = 10.0, table: NameTable | None = None) -> None:
-        self._wire, self._address, self.timeout, self._own = wire, address, timeout, table
+    def __init__(self, wire: Node, address: str, *, table: NameTable | None = None) -> None:
+        self._wire, self._address, self.timeout, self._own = wire, address, 10.0, table
         self._entries: dict[str, tuple[bytes, bool]] = {}  # key: value, whether it stays when this node is closed
         self._changed = threading.Condition()  # of everything below
         self._roots: set[str] = set()
@@ -288,10 +279,6 @@ class NameClient:
             time.sleep(0.05)
         return entries[key]
 
-    def peer(self, key: str) -> Peer:
-        """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
-        return self.reach(self.get(key))
-
     def reach(self, place: Any, *, lost_after: float = LOST_SECONDS) -> Peer:
         """The inbox at `place`, which is the value of a name: address, node id and name of the inbox."""
         address, node_id, name = place
@@ -325,13 +312,11 @@ class NameClient:
 
     def follow(self, root: str) -> None:
         """From now on, `followed` knows the names at `root` and below. Waits until it does."""
-        if self._own is None:
-            self._follow(root)
-
-    def _follow(self, *roots: str) -> None:
+        if self._own is not None:
+            return
         with self._changed:
-            if not self._roots.issuperset(roots):
-                self._roots.update(roots)
+            if root not in self._roots:
+                self._roots.add(root)
                 self._since = ["", -1]
         if not self.flush(self.timeout):
             if self._wire.is_closed:
@@ -344,9 +329,7 @@ class NameClient:
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
-        below = f"{root}/"
-        entries = [*(self._found if self._own is None else self._own.entries)]
-        return sorted(key for key in entries if not root or key == root or key.startswith(below))
+        return below(self._found if self._own is None else self._own.entries, root)
 
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist, or its

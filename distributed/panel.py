@@ -21,7 +21,7 @@ import psutil
 from penstock.arguments import integer, must_be, one_of, seconds
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
-from penstock.distributed.launched import LaunchedProcess, LaunchedThread, load_worker, snake
+from penstock.distributed.launched import LaunchedProcess, LaunchedThread, snake
 from penstock.distributed.names import LEASE_SECONDS, NameClient, NameTable, is_place, natural
 from penstock.distributed.role import Worker, clock
 from penstock.distributed.statuses import Status
@@ -118,7 +118,8 @@ class ControlPanel(Closing):
         return panel
 
     def _begin(self, wire: Node, connection: Connection, resources: ExitStack, table: NameTable | None = None) -> None:
-        self._wire, self.connection, self._resources = wire, connection, resources
+        self.connection, self._resources = connection, resources
+        self.wire = wire  #: the node of this panel, for streams and inboxes of your own
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
         self._looked, self._n_suspensions, self._look_lock = clock(), 0, threading.Lock()
@@ -137,7 +138,7 @@ class ControlPanel(Closing):
 
     def launch(
         self,
-        worker: Callable[[], Worker] | str,
+        worker: Callable[[], Worker],
         count: int = 1,
         *,
         name: str | None = None,
@@ -147,7 +148,7 @@ class ControlPanel(Closing):
         """Start workers, and return their names: `name/first`, `name/first+1`, ...
 
         Args:
-            worker: a `Worker` subclass, another callable that makes a worker, or the text "module:Class".
+            worker: a `Worker` subclass, or another callable that makes a worker.
             name: by default that of the class, as in `my_worker` for `MyWorker`.
             resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
                 reserve nothing.
@@ -158,9 +159,8 @@ class ControlPanel(Closing):
         self._check_open()
         if self._start is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
-        make = load_worker(worker)[0] if isinstance(worker, str) else worker
-        if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
-            raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
+        if not callable(worker) or (isinstance(worker, type) and not issubclass(worker, Worker)):
+            raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {worker!r}")
         integer("count", count, least=0)
         integer("first", first, least=0)
         must_be(
@@ -169,7 +169,7 @@ class ControlPanel(Closing):
         must_be("resources", resources, isinstance(resources, Mapping | None), "a dict such as {'CPU': 2}")
         per_worker = _DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS
         _need_descriptors(count * per_worker, f"{count} more workers need")
-        base = name or snake(make.func if isinstance(make, partial) else make)
+        base = name or snake(worker.func if isinstance(worker, partial) else worker)
         names = [f"{base}/{first + i}" for i in range(count)]
         for worker_name in names:
             old = self._launched.get(worker_name)
@@ -180,7 +180,7 @@ class ControlPanel(Closing):
             if old is not None:
                 old.wait(0)  # this kills the processes that the old worker has started
             self._forget(worker_name)
-            self._launched[worker_name] = self._start(make, self.connection, worker_name, resources or {})
+            self._launched[worker_name] = self._start(worker, self.connection, worker_name, resources or {})
         return names
 
     def _admit(self, key: str) -> None:
@@ -423,7 +423,7 @@ class ControlPanel(Closing):
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
         limits = dict.fromkeys(self._launched, timeout)
         try:
-            if running and not self._wire.is_closed:
+            if running and not self.wire.is_closed:
                 self.autoconnect()
                 for answer in self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0))):
                     name = answer.worker_name

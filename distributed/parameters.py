@@ -16,6 +16,7 @@ from penstock.distributed.streams import Inboxes, NamedInbox
 from penstock.distributed.wire import Call, Node, Peer, pack_once
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
+PARAMETERS = "policy"  #: the name under which the trainer of an experiment publishes
 _FOR_EVER = 1e9  # seconds
 _FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
 
@@ -61,12 +62,7 @@ def layout_of(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 class ParameterServer(NamedInbox):
     """Answers a request for parameters as soon as it has newer ones than the sender. It answers in the thread of the
-    node, so a worker gets them while the trainer is in a step.
-
-    Args:
-        wire, names: the worker's.
-        name: of the policy.
-    """
+    node, so a worker gets them while the trainer is in a step."""
 
     def __init__(self, wire: Node, names: NameClient, name: str) -> None:
         #: Which life of a trainer this is. A version is (lineage, number).
@@ -97,12 +93,7 @@ class ParameterServer(NamedInbox):
 
 
 class ParameterClient:
-    """Follows the parameters of one policy. If another trainer takes its name, it follows that one.
-
-    Args:
-        names: the worker's.
-        name: of the policy.
-    """
+    """Follows the parameters with this name. If another trainer takes the name, it follows that one."""
 
     def __init__(self, names: NameClient, name: str) -> None:
         self._name, self._lock = name, threading.Lock()

@@ -15,7 +15,7 @@ from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
 from penstock.distributed.messages import describe
-from penstock.distributed.parameters import ParameterClient, by_policy, write_parameters
+from penstock.distributed.parameters import PARAMETERS, ParameterClient, by_policy, write_parameters
 from penstock.distributed.pieces import to_tree
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL
@@ -92,18 +92,17 @@ class PolicyWorker(Worker):
     Args:
         policies: the stream, and how many requests to answer at once.
         plan: how to make the agent.
-        parameters: name under which the trainer publishes the parameters.
     """
 
-    def __init__(self, policies: Policies, plan: AgentPlan, *, parameters: str = "policy") -> None:
-        self._policies, self._plan, self._policy = policies, plan, parameters
+    def __init__(self, policies: Policies, plan: AgentPlan) -> None:
+        self._policies, self._plan = policies, plan
         self._server: InferenceInbox | None = None
         self._next: _Request | None = None  # a request that did not fit into the batch before
         self._n_rows = self._n_batches = 0
 
     def _configure(self) -> None:
         plan = self._plan
-        self._parameters = ParameterClient(self.names, self._policy)
+        self._parameters = ParameterClient(self.names, PARAMETERS)
         first = self._parameters.first(lambda: self.status in FINAL or self._misses_panel())
         self._agent = plan.agent().runtime.worker_copy()
         self._inputs = {

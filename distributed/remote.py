@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
 from penstock.distributed.role import check_handler
 from penstock.errors import ClusterError, ConfigError
-from penstock.games import lease_port
 
 _INBOX = "calls"
 
@@ -33,21 +31,14 @@ class RpcServer(Closing):
     """Answers requests in the thread that calls `handle_requests`.
 
     Args:
-        port: None leases a port that no other server of this machine uses.
+        port: 0 for any free one.
         host: the address of this machine at which other machines reach it; by default only this machine does.
     """
 
-    def __init__(self, port: int | None = None, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int = 0, *, host: str = "127.0.0.1") -> None:
         self._handlers: dict[str, Callable[..., Any]] = {}
         keys = Connection.make("remote calls", host=host)
-        with ExitStack() as resources:
-            if port is None:
-                lease = lease_port()
-                resources.callback(lease.release)
-                port = lease.port
-            self._wire = keys.wire(port)
-            resources.callback(self._wire.close)
-            self._resources = resources.pop_all()
+        self._wire = keys.wire(port)
         self._inbox = self._wire.open(_INBOX)
         #: What a client needs.
         self.connection = replace(keys, address=self._wire.address)
@@ -77,7 +68,7 @@ class RpcServer(Closing):
 
     def close(self) -> None:
         """Close the port. Calling it again does nothing."""
-        self._resources.close()
+        self._wire.close()
 
 
 class RpcClient(Closing):

@@ -109,7 +109,6 @@ class SampleProducer:
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
         self._refused: BaseException | None = None  # what a consumer that could not read a piece has reported
-        self.n_put = 0
 
     def put(self, piece: Any, timeout: float) -> bool:
         """Send a piece. Returns False if no consumer had room for it within `timeout` seconds: put it again then.
@@ -119,7 +118,6 @@ class SampleProducer:
         deadline = time.monotonic() + timeout
         while True:
             if self._flush_returned() and self._try(piece):
-                self.n_put += 1
                 return True
             if time.monotonic() >= deadline:
                 return False

@@ -23,10 +23,7 @@ class TrainerGroup:
     """One rank of the group. While it exists, the gradients of `agent.model` are averaged over all ranks.
 
     Args:
-        wire, names: the worker's.
         key: the name of the group. Rank 0 adds the address of the store there.
-        rank, world_size, backend: as `torch.distributed` has them.
-        agent: of this rank; all ranks have the same parameters.
         patience: seconds that a rank waits for the others in a step. If a process ends, the others see it earlier.
     """
 

@@ -16,7 +16,7 @@ from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
 from penstock.distributed.names import natural
-from penstock.distributed.parameters import ParameterServer, by_policy, read_parameters
+from penstock.distributed.parameters import PARAMETERS, ParameterServer, by_policy, read_parameters
 from penstock.distributed.pieces import Batch, batch_of, layout_of_piece
 from penstock.distributed.policy_worker import AgentPlan
 from penstock.distributed.role import PollResult, Worker
@@ -95,12 +95,11 @@ class TrainerWorker(Worker):
     Args:
         training: the trainer, its stream, and what it saves.
         plan: how to make the agent.
-        parameters: name under which the parameters are published.
         rank: of several trainers. Rank 0 publishes the parameters and saves.
     """
 
-    def __init__(self, training: Training, plan: AgentPlan, *, parameters: str = "policy", rank: int = 0) -> None:
-        self._training, self._plan, self._policy, self._rank = training, plan, parameters, rank
+    def __init__(self, training: Training, plan: AgentPlan, *, rank: int = 0) -> None:
+        self._training, self._plan, self._rank = training, plan, rank
         self._checkpoint = None if training.checkpoint is None else Path(training.checkpoint)
         self._lineage = 0
         self._group: TrainerGroup | None = None
@@ -118,7 +117,7 @@ class TrainerWorker(Worker):
         if (size := self._training.count) > 1:
             from penstock.distributed.trainer_group import TrainerGroup  # only here, since it imports torch
 
-            key, backend = f"trainers/{self._policy}/{generation}", self._training.backend
+            key, backend = f"trainers/{generation}", self._training.backend
             patience = self._training.panel_timeout + _GROUP_SECONDS
             self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent, patience)
         self._trainer = self._training.make_trainer(self._agent)
@@ -126,7 +125,7 @@ class TrainerWorker(Worker):
         if self._checkpoint is not None and self._checkpoint.exists():
             self._load(self._checkpoint)
         if self._rank == 0:
-            self._server = ParameterServer(self.wire, self.names, self._policy)
+            self._server = ParameterServer(self.wire, self.names, PARAMETERS)
             self._lineage = self._server.lineage
             self._server.publish(self._version, read_parameters(self._agent))
         if self._group is not None:  # nobody saves before all have loaded

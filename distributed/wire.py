@@ -11,15 +11,14 @@ CURVE encrypts everything. Without the client key of the trial, no connection is
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import queue
 import select
-import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ import msgpack
 import zmq
 from zmq.utils import z85
 
-from penstock.arguments import integer, must_be
+from penstock.arguments import integer
 from penstock.buffers.reports import format_exception
 from penstock.distributed.messages import BadMessageError, decode, describe, encode, packer, sendable
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
@@ -70,31 +69,19 @@ _SNDMORE = int(zmq.SNDMORE) | _NOBLOCK
 pack_once = partial(encode, frame=partial(zmq.Frame, copy=True))
 
 
-class PendingReply(Future[Any]):
-    """A request that was sent: the future of its reply."""
-
-    def __init__(self, packed: list[Any], deadline: float) -> None:
-        super().__init__()
-        self.packed, self.deadline = packed, deadline
-
-    def cancel(self) -> bool:
-        return False  # it is on its way
-
-
 @dataclass
 class Line:
     """The connection to one address."""
 
     address: str
-    route: bytes = b""  # ZeroMQ's name for it, which is used once. Empty until something is sent
-    number: int = 0  # of this connection: a later one has a larger number
+    number: int = 0  # of this connection, and ZeroMQ's name for it. A later one has a larger number; 0: there is none
     is_up: bool = False
     down_since: float = float("inf")  # by the node's clock
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
 class Peer:
-    """An inbox of another node. Make it with `names.peer(key)` or `node.reach(...)`.
+    """An inbox of another node. Make it with `names.reach(place)` or `node.reach(...)`.
 
     If that node is closed and another one opens an inbox with the same name, make a new peer.
     """
@@ -103,7 +90,7 @@ class Peer:
         self.node = node  #: the one that asks
         self._line, self.name, self._target, self._lost_after = line, name, target, lost_after
         self.id, self._next, self._lost = f"{node.id}.{next(node.numbers)}", 0, ""
-        self._requests: dict[int, PendingReply] = {}
+        self.requests: dict[int, tuple[Future[Any], list[Any], float]] = {}  #: future of the reply, packed, deadline
         #: Address, node id and name of the inbox: what the name table holds.
         self.place = [line.address, target, name]
 
@@ -120,20 +107,21 @@ class Peer:
     @property
     def n_waiting(self) -> int:
         """How many requests have no answer yet."""
-        return len(self._requests)
+        return len(self.requests)
 
-    def ask(self, message: object, timeout: float) -> PendingReply:
+    def ask(self, message: object, timeout: float) -> Future[Any]:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
         `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent, and
         `PeerLostError` if the other side has ended."""
-        request = PendingReply(encode(message), self.node.clock + timeout)
+        packed, future = encode(message), Future[Any]()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled: it is on its way
         with sigint.deferred(), self.node.lock:  # Ctrl-C must not leave a number that is never sent
             if self._lost:
                 raise PeerLostError(self._lost)
             number, self._next = self._next, self._next + 1
-            self._requests[number] = request
+            self.requests[number] = future, packed, self.node.clock + timeout
             self.node.do(self.send, number)
-        return request
+        return future
 
     def lose(self, reason: str) -> None:
         """The other side has ended, or is not needed any more: fail all requests with `PeerLostError`."""
@@ -141,50 +129,50 @@ class Peer:
             if self._lost:
                 return
             self._lost = f"{self.name} is lost: {reason}"
-            requests, self._requests = self._requests, {}
+            requests, self.requests = self.requests, {}
         self.node.forget(self, self._line)
-        for request in requests.values():
-            request.set_exception(PeerLostError(self._lost))
+        for future, *_ in requests.values():
+            future.set_exception(PeerLostError(self._lost))
 
     # ---- in the node's thread --------------------------------------------------------------
 
     def send(self, *numbers: int) -> None:
         """Send these requests, or without numbers all that have no answer."""
-        if not self._line.route:
+        if not self._line.number:
             self.node.connect(self._line)
-        for number in (numbers or list(self._requests)) if self._line.is_up else ():
+        for number in (numbers or list(self.requests)) if self._line.is_up else ():
             with self.node.lock:
-                request, oldest = self._requests.get(number), next(iter(self._requests), number)
+                request, oldest = self.requests.get(number), next(iter(self.requests), number)
             if request is not None:
                 header = REQUEST, self._target, self.name, self.id, number, oldest, self._line.number
-                self.node.send(self._line, header, request.packed)
+                self.node.send(self._line, header, request[1])
 
     def heard(self, kind: int, number: int, packed: list[Any]) -> None:
         """A packet has come back."""
         if kind == GONE:
             return self.lose("it has closed its inbox, or another process has its address now")
         with self.node.lock:
-            request = self._requests.pop(number, None)
-        if request is None:  # it was answered before, or its time was up
+            future, *_ = self.requests.pop(number, (None,))
+        if future is None:  # it was answered before, or its time was up
             return None
         try:
             message = decode(packed)
         except BadMessageError as error:
-            self.node.count("refused")
-            return request.set_exception(error)
+            self.node.counts["refused"] += 1
+            return future.set_exception(error)
         if kind == REPLY:
-            return request.set_result(message)
-        return request.set_exception(RequestError(f"{self.name}: {message}"))
+            return future.set_result(message)
+        return future.set_exception(RequestError(f"{self.name}: {message}"))
 
     def tick(self, now: float) -> None:
         """Fail the requests whose time is up, or all of them after too long without a connection."""
         with self.node.lock:
-            late = [number for number, request in self._requests.items() if request.deadline <= now]
-            requests = [self._requests.pop(number) for number in late]
-        for request in requests:
+            late = [number for number, (*_, deadline) in self.requests.items() if deadline <= now]
+            futures = [self.requests.pop(number)[0] for number in late]
+        for future in futures:
             text = f"{self.name} did not answer in time: it may be busy. Use a longer timeout"
-            request.set_exception(NoReplyError(text))
-        if self._requests and now - self._line.down_since > self._lost_after:
+            future.set_exception(NoReplyError(text))
+        if self.requests and now - self._line.down_since > self._lost_after:
             self.lose(f"there was no connection to it for {self._lost_after:g} s")
 
 
@@ -284,7 +272,7 @@ class Node:
 
     Args:
         keys: of the trial.
-        host: the address of this machine at which other machines reach it.
+        host: the address of this machine at which other machines reach it, as ZeroMQ writes it.
         port: 0 for any free one.
 
     Raises `ConfigError` for an address that cannot be used.
@@ -292,25 +280,24 @@ class Node:
 
     def __init__(self, keys: Connection, host: str, port: int) -> None:
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
-        own = _own_address(host)
         self.id, self.lock, self._keys, self.is_closed = uuid.uuid4().hex[:12], threading.RLock(), keys, False
         #: Seconds that pass while this process runs: those in which it was suspended do not count.
         self.clock = 0.0
         self.on_tick: list[Callable[[float], None]] = []
-        self.numbers, self.counts = iter(range(2**62)), {"refused": 0}
+        self.numbers, self.counts = iter(range(1, 2**62)), Counter[str]()  #: counts: what went wrong
         self.inboxes: dict[str, Inbox] = {}
         self._peers: dict[str, Peer] = {}
         self._lines: dict[str, Line] = {}  # by address
-        self._routes: dict[bytes, Line] = {}  # those that are connected, or try to be
+        self._routes: dict[int, Line] = {}  # those that are connected, or try to be, by number
         self.senders: dict[str, _Sender] = {}
-        self._kept, self._kept_bytes = dict[tuple[str, int], int](), 0  # replies, the oldest first: bytes of each
+        self.kept, self.kept_bytes = dict[tuple[str, int], int](), 0  # replies, the oldest first: bytes of each
         self._next_look = 0.0  # when it is time to forget some of them
-        self._todo: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._sleeps = False  # whether the thread must be woken: it waits, or will not look at `_todo` before it waits
         self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
         self._router, self._caller = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
         try:
-            self._open_sockets(f"tcp://{own}:{port or '*'}")
+            self._open_sockets(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self._release()
             raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
@@ -379,16 +366,12 @@ class Node:
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call `function` soon, in the node's thread."""
-        self._todo.put((function, arguments))
+        self._todo.put((function, *arguments))
         if self._sleeps:  # the first of many calls wakes it: the thread looks at `_todo` after it has set this
             with self.lock:
                 if self._sleeps and not self.is_closed:
                     self._sleeps = False
                     os.eventfd_write(self._wake, 1)
-
-    def count(self, what: str) -> None:
-        """Count something that went wrong."""
-        self.counts[what] = self.counts.get(what, 0) + 1
 
     def forget(self, peer: Peer, line: Line) -> None:
         """`peer` is lost."""
@@ -417,15 +400,13 @@ class Node:
             for source in ready:
                 self._guard(self._receive, source)
             for _ in range(self._todo.qsize()):
-                function, arguments = self._todo.get()
-                self._guard(function, *arguments)
+                self._guard(*self._todo.get())
             if (now := time.monotonic()) >= looked + TICK_SECONDS:
                 self.clock += min(now - looked, _MOST_STEP)
                 looked = now
                 self._tick()
         while not self._todo.empty():
-            function, arguments = self._todo.get()
-            self._guard(function, *arguments)
+            self._guard(*self._todo.get())
         self._release()
 
     def _guard(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -458,17 +439,16 @@ class Node:
     def connect(self, line: Line) -> None:
         """Begin to connect."""
         line.number, line.is_up, line.down_since = next(self.numbers), False, self.clock
-        line.route = b"%d" % line.number
-        self._routes[line.route] = line
+        self._routes[line.number] = line
         if line.address == self.address:
-            self._has_connected(line.route)
+            self._has_connected(line.number)
         else:
             with contextlib.suppress(zmq.ZMQError):  # no address: it is never up
-                self._caller.connect_routing_id, self._caller.ipv6 = line.route, "[" in line.address
+                self._caller.connect_routing_id, self._caller.ipv6 = b"%d" % line.number, "[" in line.address
                 self._caller.connect(line.address)
 
     def _disconnect(self, line: Line) -> None:
-        if self._routes.pop(line.route, None) is not None and line.address != self.address:
+        if self._routes.pop(line.number, None) is not None and line.address != self.address:
             # ZeroMQ may have taken the first frame of the next packet. It fails if that is of this connection.
             while int(self._caller.get(_EVENTS)) & _POLLIN:
                 self._receive(self._caller)
@@ -482,7 +462,7 @@ class Node:
             if route.address == self.address:
                 buffers = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
                 return self.do(self.received, header, buffers, route)
-            source, route = self._caller, route.route
+            source, route = self._caller, b"%d" % route.number
         frames = to_frames(packer().pack(header), packed)
         for frame in (route, *frames[:-1]):  # as `send_multipart`, but without its enums
             source.send(frame, _SNDMORE)
@@ -505,14 +485,14 @@ class Node:
             elif source is self._monitor:
                 self._lost_connection(frames[1].decode())
             elif source is self._caller and frames[1:] == [b""]:
-                self._has_connected(frames[0])
+                self._has_connected(int(frames[0]))
             else:
                 self._guard(self._parse, frames[1:], frames[0] if source is self._router else None)
         self.do(self._receive, source)  # it may not signal what is left
 
-    def _has_connected(self, route: bytes) -> None:
+    def _has_connected(self, number: int) -> None:
         """The router at the other end sends an empty frame through each new connection (`probe_router`)."""
-        if (line := self._routes.get(route)) is not None:
+        if (line := self._routes.get(number)) is not None:
             line.is_up, line.down_since = True, float("inf")
             for peer in list(line.peers.values()):
                 peer.send()
@@ -529,11 +509,12 @@ class Node:
             end = 4 + int.from_bytes(first[:4], "big")
             header = msgpack.unpackb(first[4:end], max_array_len=7)
             if end > 4096 or [*map(type, header)] != _TYPES or not 0 <= header[5] <= header[4] < 2**62:
-                raise ValueError("no header")
+                raise ValueError
             if not (REQUEST if route else REPLY) <= header[0] <= GONE or len(header[2]) + len(header[3]) > 1000:
-                raise ValueError("no header")
+                raise ValueError
         except Exception:  # msgpack may raise anything for the bytes of a stranger
-            return self.count("refused")
+            self.counts["refused"] += 1
+            return None
         return self.received(header, [first[end:], *frames[1:]], route)
 
     def received(self, header: Any, packed: list[Any], route: Any) -> None:
@@ -547,7 +528,7 @@ class Node:
             return self.send(route, (GONE, "", *header[2:]), [b""])
         if (sender := self.senders.get(sender_id)) is None:
             if len(self.senders) >= _MOST_SENDERS:
-                self.count("refused")
+                self.counts["refused"] += 1
                 return self.send(route, (ERROR, *header[1:]), encode(f"this node has {_MOST_SENDERS:,} senders"))
             self.senders[sender_id] = sender = _Sender(name)
         if connection >= sender.connection:
@@ -564,7 +545,7 @@ class Node:
         """Run a request, or send its reply again."""
         number = header[4]
         if number < sender.done or number <= sender.dropped or number in sender.replies:  # it was run before
-            self.count("again")
+            self.counts["again"] += 1
             reply = sender.replies.get(number, (ERROR, encode("the reply to this request was forgotten")))
             if number >= sender.done and reply is not None:
                 self.send(sender.route, (reply[0], *header[1:]), reply[1])
@@ -578,7 +559,7 @@ class Node:
             call.message = decode(packed)
             return inbox.put(call)
         except Exception as error:  # it fails this request, not the node, which others use too
-            self.count("refused")
+            self.counts["refused"] += 1
             return None if call.is_answered else call.fail(describe(error).removeprefix("BadMessageError: "))
 
     def answer(self, inbox: Inbox, header: Header, kind: int, packed: list[Any]) -> None:
@@ -592,18 +573,18 @@ class Node:
             del sender.replies[number]
         else:
             sender.replies[number] = (kind, packed)
-            self._kept[key, number] = size = sum(map(len, packed))
-            self._kept_bytes += size
+            self.kept[key, number] = size = sum(map(len, packed))
+            self.kept_bytes += size
         self.send(sender.route, (kind, *header[1:]), packed)
-        while len(self._kept) > _MOST_KEPT or (self._kept_bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
-            key, number = next(iter(self._kept))
+        while len(self.kept) > _MOST_KEPT or (self.kept_bytes > _MOST_KEPT_BYTES and len(self.kept) > 1):
+            key, number = next(iter(self.kept))
             self.senders[key].dropped = max(number, self.senders[key].dropped)
             self._drop(key, self.senders[key], number)
 
     def _drop(self, key: str, sender: _Sender, number: int) -> None:
         """Forget a request of this sender."""
         if sender.replies.pop(number, None) is not None:
-            self._kept_bytes -= self._kept.pop((key, number))
+            self.kept_bytes -= self.kept.pop((key, number))
 
     def _forget_sender(self, key: str) -> None:
         sender = self.senders.pop(key)
@@ -616,28 +597,6 @@ class Node:
             for number in [number for number, reply in sender.replies.items() if reply is None]:
                 self.send(sender.route, (GONE, "", name, key, number, 0, 0), [b""])
             self._forget_sender(key)
-
-
-def _own_address(host: str) -> str:
-    """Where a node listens, as ZeroMQ writes it. Raises `ConfigError` for every network at once, in any spelling."""
-    must_be("host", host, isinstance(host, str), "an address or a name of this machine")
-    name = host.strip("[]")
-    try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(name or "0", None, type=socket.SOCK_STREAM)]
-    except (OSError, ValueError) as error:  # ValueError: it cannot be a name
-        if name in (interface for _, interface in socket.if_nameindex()):
-            return name
-        if name == "*":
-            found = ["0.0.0.0"]
-        else:
-            raise ConfigError(f"cannot listen at host={host!r}: {error}") from error
-    addresses = [ipaddress.ip_address(each) for each in found]
-    if any((getattr(each, "ipv4_mapped", None) or each).is_unspecified for each in addresses):
-        raise ConfigError(
-            f"host={host!r} would open a port on every network of this machine: give the address of one network"
-        )
-    first = min(addresses, key=lambda each: each.version)
-    return str(first) if first.version == 4 else f"[{first}]"
 
 
 def to_frames(header: bytes, packed: list[Any]) -> list[Any]:

@@ -124,7 +124,7 @@ def main() -> int:
                 print(f"version {state.version}, mean return {state.trainer.get('return', 0):.0f}", flush=True)
             return has_learned(state, args.goal)
 
-        state = run.wait(is_over, timeout=left, metrics=args.metrics or ())
+        state = run.wait(is_over, timeout=left, metrics=args.metrics)
         print(run.panel.table())
         print("restarts:", run.restarts)
     print(f"version {state.version}, mean return {state.trainer.get('return', 0):.0f}, {state.seconds:.0f} s")

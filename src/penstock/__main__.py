@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock import ConfigError, PenstockError, TuneReport, __version__, eval_command, tune
-from penstock.tools.by_name import load_named, search_here
+from penstock.tools.by_name import load_named
 from penstock.tools.doctor import advice, describe_machine
 
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
@@ -99,13 +99,15 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(args: argparse.Namespace) -> int:
-    from penstock.distributed.launched import load_worker, snake
-    from penstock.distributed.statuses import Status
+    from penstock.distributed import Status, Worker
+    from penstock.distributed.launched import snake
 
-    search_here()
-    cls, index = load_worker(args.worker)
+    path, _, index = args.worker.partition("/")
+    cls = load_named(path)
+    if not (isinstance(cls, type) and issubclass(cls, Worker) and (index or "0").isdigit()):
+        raise ConfigError(f"{args.worker} is no subclass of penstock.distributed.Worker: give MODULE:CLASS/INDEX")
     connection = _connection(args.join, args.host)
-    status = cls().run(connection, f"{args.name or snake(cls)}/{index}")
+    status = cls().run(connection, f"{args.name or snake(cls)}/{int(index or 0)}")
     print(f"{args.worker}: {status.value}", file=sys.stderr)
     return int(status is Status.ERROR)
 

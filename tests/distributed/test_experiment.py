@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -33,6 +32,7 @@ from penstock import (
     RequestError,
     SerialSampler,
 )
+from penstock.agents import AgentStep
 from penstock.buffers import PolicySamples
 from penstock.distributed import (
     Actors,
@@ -299,14 +299,30 @@ def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> Non
     assert pickle.dumps(piece) == before
 
 
-def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
-    waiting = [SimpleNamespace(ranks=np.arange(n)) for n in (2, 2, 2, 7, 1)]
-    worker: Any = PolicyWorker(Policies(1, max_batch=5), experiment().plan())
-    # Over a wire, what waits at the same time would be chance.
-    worker._server = SimpleNamespace(receive=lambda _: waiting.pop(0) if waiting else None)
-    worker._read = lambda request: request
-    batches = [[len(request.ranks) for request in worker._gather()] for _ in range(5)]
-    assert batches == [[2, 2], [2], [7], [1], []], "one request may be larger"
+def test_a_policy_worker_acts_for_no_more_environments_than_max_batch(panel: ControlPanel, joined: Any) -> None:
+    sizes = list[int]()
+
+    class Counts(RandomAgent):
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            sizes.append(len(prev_reward))
+            return super().step(observation, prev_action, prev_reward)
+
+    plan = replace(experiment(agent=Counts).plan(), n_envs=14)
+    start(panel, trainer=partial(Publisher, plan))
+    configure(panel, partial(PolicyWorker, Policies(1, max_batch=5), plan), "policy")
+    _, names = joined
+    server, worker = (names.reach(names.get(key)) for key in ("policies/policy/policy/0", "workers/policy/0"))
+    first, answers = 0, list[Any]()
+    for n in (2, 2, 2, 7, 1):  # they wait together, since the worker has not started
+        rows = {"observation": np.zeros((n, 4), np.float32), "prev_action": np.zeros(n, np.int64)}
+        rows |= {"env_ranks": np.arange(first, first + n), "starts": np.ones(n, np.bool_)}
+        rows |= {"prev_reward": np.zeros(n, np.float32)}
+        answers.append(server.ask({"kind": "step", "session": "a", "generation": 0, **rows}, 60))
+        first += n
+    assert worker.ask({"command": "ping"}, 60).result() == "pong"  # through the same connection: the others are there
+    panel.request("policy/0", "start")
+    assert [len(answer.result()["action"]) for answer in answers] == [2, 2, 2, 7, 1]
+    assert sizes == [4, 2, 7, 1], "one request may be larger"
 
 
 #: One policy plays games in turns: some rows are not valid.

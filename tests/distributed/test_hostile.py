@@ -220,8 +220,8 @@ def test_somebody_with_the_key_who_never_acknowledges_takes_a_bounded_memory(
         assert dealer.poll(10_000)
         dealer.recv_multipart()
     assert len(wire.senders) == 5
-    assert wire._kept_bytes <= 100 * 1010
-    assert sum(len(sender.replies) for sender in wire.senders.values()) == len(wire._kept) == 100
+    assert wire.kept_bytes <= 100 * 1010
+    assert sum(len(sender.replies) for sender in wire.senders.values()) == len(wire.kept) == 100
     context.destroy(linger=0)
 
 

@@ -231,7 +231,7 @@ def test_a_malformed_request_fails_alone(panel: ControlPanel, joined: Any) -> No
     ]
     client = InferenceClient(wire, names, "policy", "actor/0")
     assert client.ask(good)["action"].shape == (2,)
-    peer = names.peer("policies/policy/policy/0")
+    peer = names.reach(names.get("policies/policy/policy/0"))
     session = {"session": "x", "generation": 0}
     asked = [(peer.ask({**message, **session}, 10), peer.ask({**good, **session}, 10)) for message in bad]
     asked.append((peer.ask("nonsense", 10), peer.ask({**good, **session, "generation": 7}, 10)))
@@ -279,7 +279,7 @@ def test_actors_are_held_back_and_nobody_waits_for_ever(
             return super()._staleness(piece) if n_trainers == 1 else 0.0
 
     plan, training = plan_of(), Training(Learns, batch=batch, max_staleness=max_staleness)
-    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER), training, seed=0)._makers(plan)
+    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER), training, seed=0).makers(plan)
     trainers = {f"trainer{i}": partial(Rank, training, plan) for i in range(n_trainers)}
     start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
     wait_until(lambda: all(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60)

@@ -347,7 +347,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
     inbox = mine.open("inbox")
     names.announce("workers/mine", inbox)
     names.add("status/mine", "READY", lasting=True)
-    peer = others.peer("workers/mine")
+    peer = others.reach(others.get("workers/mine"))
     threading.Thread(target=lambda: [call.reply("here") for _ in range(2) if (call := inbox.receive(30))]).start()
     assert peer.ask("", 10).result() == "here"
     host.close()
@@ -380,7 +380,7 @@ def test_waiting_for_a_name(local: ControlPanel) -> None:
 
 def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
     (name,) = started(local, sleep=0.05)
-    tick, stood = local._wire._tick, threading.Event()
+    tick, stood = local.wire._tick, threading.Event()
 
     def stand_still() -> None:
         if not stood.is_set():
@@ -388,7 +388,7 @@ def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local
             stood.set()
         tick()
 
-    local._wire._tick = stand_still  # type: ignore[method-assign]
+    local.wire._tick = stand_still  # type: ignore[method-assign]
     stood.wait(20)
     assert local.names.silence <= 2.5
     assert local.stats()[name]["status"] in ("READY", "RUNNING")
@@ -450,7 +450,7 @@ def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> 
     started(local, worker=Hanging)
     local.async_request("hanging/0", "hang")
     try:
-        assert local._launched["hanging/0"].wait(10)  # its status says only that it has failed
+        wait_until(lambda: local.has_ended("hanging/0"))  # its status says only that it has failed
     finally:
         released.set()
 
@@ -613,14 +613,14 @@ def test_an_error_in_a_thread_of_the_wire_fails_its_call_only(caplog: pytest.Log
         raise KeyError("no such thing")
 
     with ControlPanel("test", wire="zmq") as panel:
-        panel._wire.open("refusing", refuse)
-        panel._wire.on_tick.append(lambda now: 1 / 0)
+        panel.wire.open("refusing", refuse)
+        panel.wire.on_tick.append(lambda now: 1 / 0)
         with contextlib.closing(panel.connection.wire()) as wire:
             peer = wire.reach(panel.connection.address, "refusing")
             with pytest.raises(RequestError, match="KeyError: 'no such thing'"):
                 peer.ask({}, 10).result()
         wait_until(lambda: "division by zero" in caplog.text)
-        panel._wire.on_tick.pop()
+        panel.wire.on_tick.pop()
         panel.names.add("a", 1)
         assert panel.names.find("a") == {"a": 1}
 
@@ -686,9 +686,9 @@ def test_names_with_strange_values_concern_nobody(local: ControlPanel) -> None:
     """Somebody has written them with the key, or by mistake: a worker, a figure, a status, a consumer of a stream."""
     (name,) = started(local)
     with ControlPanel.join(local.connection) as other, contextlib.closing(local.connection.wire()) as wire:
-        producer = SampleProducer(wire, NameClient(wire, local.connection.address), "train")
-        before = wire.open("streams/train/b"), producer._consumers._names
-        before[1].announce("streams/train/b", before[0])
+        names = NameClient(wire, local.connection.address)
+        producer = SampleProducer(wire, names, "train")
+        names.announce("streams/train/b", wire.open("streams/train/b"))
         arrays = {"status": "RUNNING", "a": np.zeros(3)}  # no worker sends figures like these
         values: list[Any] = [
             5,
@@ -816,7 +816,9 @@ def test_a_panel_that_has_ended_is_named() -> None:
         address = ended.address
     error = rf"no control panel has answered at {address} for 0\.2 s"
     with contextlib.closing(keys.wire()) as mine, pytest.raises(NoReplyError, match=error):
-        NameClient(mine, address, timeout=0.2).find()
+        names = NameClient(mine, address)
+        names.timeout = 0.2
+        names.find()
 
 
 @needs_zmq

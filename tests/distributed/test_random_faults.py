@@ -179,7 +179,7 @@ class OtherMachine:
 
 @contextmanager
 def running(made: Experiment, wire: Any) -> Iterator[tuple[Any, OtherMachine]]:
-    makers: Any = made._makers(made.plan())
+    makers: Any = made.makers(made.plan())
     joining = {name: makers[name] for name in made.actors.joining_names}
     with made.run(wire=wire, max_restarts=1000, hang_timeout=30) as run:
         other = OtherMachine(run, joining)
@@ -310,7 +310,7 @@ def inject(run: Any, fault: str, name: str, pid: int, folder: Path, other: Other
         if process.is_running():
             process.resume()
     elif fault == "cut names":
-        inboxes = run.panel._wire.inboxes  # the table goes on to live, and nobody reaches it
+        inboxes = run.panel.wire.inboxes  # the table goes on to live, and nobody reaches it
         cut = threading.Timer(2.0, inboxes.__setitem__, ("names", inboxes.pop("names")))
         cut.start()  # the run may wait for the table meanwhile
         run.wait(lambda _: not cut.is_alive(), timeout=60)

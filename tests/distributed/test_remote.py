@@ -1,4 +1,4 @@
-"""Remote calls: a server on a leased port, a handler, clients in this process and in another."""
+"""Remote calls: a server, a handler, clients in this process and in another."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_worker_of_another_machine_ends_when_its_panel_is_silent_and_a_trainer
     for command in ("configure", "start"):
         assert all(response.is_ok for response in panel.group_request(command))
     workers["trainer/0"].names.timeout = 0.5  # so long it waits at its end to delete each name
-    inboxes = panel._wire.inboxes
+    inboxes = panel.wire.inboxes
     table = inboxes.pop("names")  # it goes on to live, and nobody reaches it
     going.join(20)
     wait_until(path.exists, 20)

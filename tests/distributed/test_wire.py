@@ -18,7 +18,7 @@ from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
 from penstock.distributed import InferenceClient, SampleProducer, messages
 from penstock.distributed.messages import BadMessageError
 from penstock.distributed.names import NameClient, NameTable
-from penstock.distributed.wire import Call, Inbox, Node, Peer, PendingReply
+from penstock.distributed.wire import Call, Inbox, Node, Peer
 
 from ..scale import scaled
 from .support import LateLink, Wires, in_four_threads, wait_until
@@ -469,7 +469,7 @@ def test_replies_of_a_repeatable_inbox_are_not_kept(wires: Wires) -> None:
         peer = wires().reach(server.address, name)
         for _ in range(3):
             assert peer.ask(None, 30).result().nbytes == 2**20
-        assert server._kept_bytes in range(kept, kept + 1000)
+        assert server.kept_bytes in range(kept, kept + 1000)
     assert n_calls == 6
 
 
@@ -487,10 +487,11 @@ def test_a_node_keeps_a_bounded_number_of_replies_and_an_old_request_is_not_run_
         received(inbox).reply(i)
         assert again.result() == i
     (sender,) = server.senders.values()
-    assert len(sender.replies) == len(server._kept) + 1 == 51
+    assert len(sender.replies) == len(server.kept) + 1 == 51
     slow.reply("done")
     assert first.result() == "done"
-    peer._requests[7] = lost = PendingReply(messages.encode(7), float("inf"))  # as if its reply was lost long ago
+    lost = Future[object]()  # as if its reply was lost long ago
+    peer.requests[7] = lost, messages.encode(7), float("inf")
     peer.node.do(peer.send, 7)
     with pytest.raises(RequestError, match="the reply to this request was forgotten"):
         lost.result(30)
@@ -502,11 +503,11 @@ def test_a_node_keeps_a_bounded_number_of_replies_and_an_old_request_is_not_run_
         large = peer.ask("large", 60)
         received(inbox).reply(np.zeros(2**19, np.uint8))
         assert large.result().nbytes == 2**19
-    assert server._kept_bytes <= 2**20
+    assert server.kept_bytes <= 2**20
     inbox.close()
     with pytest.raises(PeerLostError):
         waiting.result()
-    wait_until(lambda: (server._kept, server._kept_bytes) == ({}, 0))
+    wait_until(lambda: (server.kept, server.kept_bytes) == ({}, 0))
 
 
 @pytest.mark.parametrize("wires", ["direct"], indirect=True)
