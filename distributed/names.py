@@ -40,8 +40,10 @@ def natural(name: str) -> str:
 
 def below(keys: Iterable[str], *roots: str) -> list[str]:
     """Those of `keys` at one of `roots` or below, sorted. `a/b` is below `a`, `ab` is not; all are below ""."""
+    if "" in roots:
+        return sorted(keys)
     heads = tuple(f"{root}/" for root in roots)
-    return sorted(key for key in list(keys) if "" in roots or f"{key}/".startswith(heads))
+    return sorted(key for key in list(keys) if key.startswith(heads) or key in roots)
 
 
 def is_place(value: object) -> bool:
@@ -240,11 +242,12 @@ class NameClient:
     def flush(self, timeout: float) -> bool:
         """Wait until the table has what `write` was called with, and `followed` what the table has, for `timeout`
         seconds. Returns whether they have."""
+        wire = self._wire
         with self._changed:
             number = self._n_begun + 1
             self._beat_soon()
-            return self._changed.wait_for(lambda: self._n_done >= number or self._wire.is_closed, timeout) and not (
-                self._wire.is_closed
+            return (
+                self._changed.wait_for(lambda: self._n_done >= number or wire.is_closed, timeout) and not wire.is_closed
             )
 
     def delete(self, key: str) -> bool:
@@ -391,14 +394,15 @@ class NameClient:
         return self._wire.do(self._tick)
 
 
-def pack_table(table: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """A table as one array: the rest of a message is limited."""
-    return np.frombuffer(packer().pack(table), np.uint8)
+def pack_table(table: Mapping[str, Any]) -> Any:
+    """A table as bytes, or as an array if it is large: the rest of a message is limited."""
+    packed = packer().pack(table)
+    return packed if len(packed) <= MOST_BYTES else np.frombuffer(packed, np.uint8)
 
 
-def unpack_table(array: Any) -> dict[str, Any]:
+def unpack_table(packed: Any) -> dict[str, Any]:
     """What `pack_table` has packed."""
-    table: dict[str, Any] = msgpack.unpackb(memoryview(array))
+    table: dict[str, Any] = msgpack.unpackb(memoryview(packed))
     return table
 
 

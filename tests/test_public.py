@@ -132,3 +132,15 @@ def test_importing_penstock_imports_neither_torch_nor_what_many_machines_need() 
     code = f"import sys, {rooms}; print({{'ray', 'zmq', 'msgpack', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("ControlPanel", "zmq"), ("Connection", "msgpack"), ("RaySampler", "ray")]
+)
+def test_a_library_that_many_machines_need_and_is_missing_is_named(name: str, library: str) -> None:
+    code = f"import sys; sys.modules[{library!r}] = None; from penstock.distributed import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    error = (
+        f'ImportError: penstock.distributed.{name} needs {library}, which is not installed: pip install ".[cluster]"'
+    )
+    assert done.stderr.splitlines()[-1] == error
