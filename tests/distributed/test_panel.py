@@ -332,6 +332,9 @@ def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path, capsys: pyte
             wait_until(lambda: panel.get_worker_status("sleeper/0") is Status.LOST)
             wait_until(lambda: panel.names.find("workers") == {})
             note("a worker that was not launched here is LOST after [s]", time.monotonic() - began, 5.0)
+        for wrong in ("json:dumps", "sleepers", "penstock.distributed:Worker/x"):
+            assert main(["worker", wrong, "--join", str(file)]) == 2
+            assert f"{wrong} is no subclass of penstock.distributed.Worker: give MODULE" in capsys.readouterr().err
         file.chmod(0o644)
         assert main(["status", "--join", str(file)]) == 2
         assert f"readable for you alone: chmod 600 {file}" in capsys.readouterr().err
