@@ -24,9 +24,9 @@ from penstock.errors import ClusterError, ConfigError
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
-#: actors. The third is a size in bytes. Ray sends smaller arguments and results with
-#: the call, and larger ones through its object store. For results of up to half a MB, the store takes 0.7 ms longer.
-#: From 1 MB on, the store is faster. Ray's default is 100 KiB.
+#: actors. The third is a size in bytes. Ray sends smaller arguments and results with the call, and larger ones through
+#: its object store. For results of up to half a MB, the store takes 0.7 ms longer. From 1 MB on, the store is faster.
+#: Ray's default is 100 KiB.
 ACTOR_VARIABLES = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_worker_niceness": "0",

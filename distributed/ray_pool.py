@@ -76,7 +76,7 @@ class Shard:
     plan: ShardPlan
     earlier: tuple[WorkerStats, ...]  #: figures of the workers of all actors before this one
     figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, in its last reply
-    timeline: npt.NDArray[np.float64] | None = None  #: the same
+    timeline: npt.NDArray[np.float64] | None = None  #: of its last reply
     actor: Any = None
     generation: int = 0
     started: Started | None = None  #: None until it is ready
@@ -155,7 +155,8 @@ class ShardPool:
         self._message: bytes | None = None
         self._depth: int | None = None
         self._ready: deque[Shard] = deque()  # the oldest order of these shards has its reply
-        # The newest parameters in Ray's object store, by policy. A version is put there once for all shards.
+        # The newest parameters in Ray's object store, by policy. A version is put there once for all shards, except
+        # the first, which is in the spec.
         self._versions = [1] * len(memory.parameters)
         self._parameters: list[Any] = [None] * len(memory.parameters)
         self._owner_pid, self._close_lock = os.getpid(), threading.RLock()  # a signal handler may call `close` in it
@@ -211,8 +212,7 @@ class ShardPool:
                 self._parameters[p] = ray.put((p, self._versions[p], values))
         known, shard.versions = shard.versions, list(self._versions)
         pairs = zip(self._parameters, known, self._versions, strict=True)
-        # Parameters without a reference have never changed: the shard has had them from the start.
-        return [ref for ref, old, new in pairs if ref is not None and old != new]
+        return [ref for ref, old, new in pairs if old != new]
 
     def send_parameters(self) -> None:
         """Give the newest parameters to all shards that are at work. They act with them from their next order on."""

@@ -64,9 +64,8 @@ class ShardStats:
     """One shard since the sampler was initialized, with the processes that were lost and replaced.
 
     `batches` counts the batches and pieces that you got from it, and `missing` the batches without its columns. Two
-    counts are of pieces that were dropped: `late` pieces came after their batch, or after the end of the loop, and
-    `stale` pieces were too old. `lost_trajectories` counts the trajectories that were lost with its
-    processes.
+    counts are of what was dropped: `late` came after its batch, or after the end of the loop, and `stale` pieces were
+    too old. `lost_trajectories` counts the trajectories that were lost with its processes.
     """
 
     shard: int
@@ -137,8 +136,9 @@ class ShardsAct(Acting):
 
     def _room(self, nodes: list[dict[str, float]], n_workers: int) -> int:
         """How many such shards fit on the nodes, if nobody else uses these."""
-        needs = [(name, amount) for name, amount in self._needs(n_workers).items() if amount]
-        return sum(min(int(node.get(name, 0) / amount + 1e-6) for name, amount in needs) for node in nodes)
+        needs, all_of_them = self._needs(n_workers), self._config.n_built
+        fitting = [[int(node.get(name, 0) / n + 1e-6) for name, n in needs.items() if n] for node in nodes]
+        return sum(min(numbers, default=all_of_them) for numbers in fitting)
 
     def start(self, allocation: Allocation, options: PoolOptions, resources: ExitStack) -> ShardPool:
         config, program, layout = self._config, allocation.program, allocation.layout

@@ -221,6 +221,8 @@ def test_calls_parameters_statistics_and_errors(monkeypatch: pytest.MonkeyPatch)
         assert puts == [(0, 3)], "once for all shards, and never without a new version"
         assert [worker.env_ranks for worker in stats.workers] == [range(3), range(3, 5)]
         assert [worker.steps for worker in stats.workers] == [120, 80]
+        pinned = [cpu for worker in stats.workers for cpu in worker.cpus]
+        assert len(set(pinned)) == len(pinned), "the workers of two shards of a machine never share a CPU"
         assert [(shard.batches, shard.missing, shard.late) for shard in stats.shards] == [(4, 0, 0)] * 2
         figures = sampler.metrics()
         assert figures["sampler/env_steps"] == 200
