@@ -380,7 +380,7 @@ def main() -> None:
     for module in (environments, workloads):  # shards cannot import them
         cloudpickle.register_pickle_by_value(module)
         ray.cloudpickle.register_pickle_by_value(module)  # a copy, with which Ray pickles arguments of actors
-    leave = connect(None, N_CPUS, dashboard=False)
+    leave = connect(N_CPUS)
     results: dict[str, Any] = {}
     try:
         if args.simulate:

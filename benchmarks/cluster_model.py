@@ -87,14 +87,14 @@ def measured_constants() -> Constants:
 
 
 def simulate(most: int) -> dict[str, Any]:
-    """The table of the model: share of the ideal rate, by number of shards and `min_ready`."""
+    """The table of the model: share of the ideal rate, by number of shards and by `min_ready` as a share of them."""
     constants = measured_constants()
     print(constants)
     table = Table(
         title=f"Share of the ideal rate; measured: {constants.call * 1e3:.2f} ms a call, "
         f"{constants.rebuild:.1f} s to build a shard again"
     )
-    for heading in ("shards", *(f"min_ready={share:g}" for share in SHARES)):
+    for heading in ("shards", *(f"{share:.0%} ready" for share in SHARES)):
         table.add_column(heading, justify="right")
     found: dict[str, Any] = {"constants": vars(constants), "share": {}}
     for n in sorted({min(n, most) for n in (10, 100, 300, 1000, most)}):
@@ -107,10 +107,10 @@ def simulate(most: int) -> dict[str, Any]:
 
 
 def simulate_bytes(constants: Constants, counts: list[int]) -> dict[str, dict[int, float]]:
-    """The table with the bytes that come into the one driver, with `min_ready=0.95`; and into each of several learners,
-    which are ranks of torch.distributed on machines of their own, with shards of their own. What the learners send each
-    other is left out."""
-    table = Table(title="Share of the ideal rate with min_ready=0.95 and the bytes of the samples")
+    """The table with the bytes that come into the one driver, where 95 % of the shards complete a batch; and into each
+    of several learners, which are ranks of torch.distributed on machines of their own, with shards of their own. What
+    the learners send each other is left out."""
+    table = Table(title="Share of the ideal rate with 95 % ready and the bytes of the samples")
     for heading in ("shards", *SIZES, f"images, learners for {LEARNERS:g}"):
         table.add_column(heading, justify="right")
     found: dict[str, dict[int, float]] = {name: {} for name in (*SIZES, "learners")}

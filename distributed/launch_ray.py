@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import signal
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
-import psutil
 import ray
 from ray import exceptions as ray_errors
 
@@ -24,14 +20,7 @@ _START_SECONDS = 120.0
 
 
 class ActorProcess:
-    """The process of a worker.
-
-    Args:
-        owner: node, process id and start time of the process that has made it.
-    """
-
-    def __init__(self, owner: tuple[str, int, float]) -> None:
-        threading.Thread(target=_end_with, args=owner, name="watchdog", daemon=True).start()
+    """The process of a worker."""
 
     def pid(self) -> int:
         """The process id."""
@@ -44,27 +33,14 @@ class ActorProcess:
         return str(make().run(replace(connection, host=ray.util.get_node_ip_address()), name).value)
 
 
-def _node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def _end_with(node: str, pid: int, start_time: float) -> None:
-    """End this process as soon as its owner has ended, if that is on this machine. Ray does it some seconds later."""
-    with contextlib.suppress(psutil.Error):  # this container does not see the processes of the owner's
-        if node == _node() and (owner := psutil.Process(pid)).create_time() == start_time:
-            owner.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 class LaunchedActor:
-    """A worker in a Ray actor, on whichever node has room for it. It ends with the process that has made it."""
+    """A worker in a Ray actor, on whichever node has room for it. Ray ends it with the process that has made it."""
 
     def __init__(
         self, make: Callable[[], Worker], connection: Connection, name: str, resources: Mapping[str, float]
     ) -> None:
-        owner = _node(), os.getpid(), psutil.Process().create_time()
         # Two methods at once: `pid` is called while `run` runs.
-        self._actor = ray.remote(ActorProcess).options(**actor_options(resources), max_concurrency=2).remote(owner)
+        self._actor = ray.remote(ActorProcess).options(**actor_options(resources), max_concurrency=2).remote()
         self._ended: Future[str] = self._actor.run.remote(pickling.dumps((make, connection, name))).future()
 
     @property

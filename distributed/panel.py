@@ -525,7 +525,7 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
     from penstock.distributed.launch_ray import LaunchedActor
     from penstock.distributed.placement import connect
 
-    resources.callback(connect(None, 1, dashboard=False))
+    resources.callback(connect(1))
     return Connection.make(name, host=ray.util.get_node_ip_address()), LaunchedActor
 
 

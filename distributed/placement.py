@@ -19,15 +19,14 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from penstock.arguments import must_be
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ClusterError, ConfigError
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
-#: actors. The third is a size in bytes. Ray sends smaller arguments and results with
-#: the call, and larger ones through its object store. For results of up to half a MB, the store takes 0.7 ms longer.
-#: From 1 MB on, the store is faster. Ray's default is 100 KiB.
+#: actors. The third is a size in bytes. Ray sends smaller arguments and results with the call, and larger ones through
+#: its object store. For results of up to half a MB, the store takes 0.7 ms longer. From 1 MB on, the store is faster.
+#: Ray's default is 100 KiB.
 ACTOR_VARIABLES = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_worker_niceness": "0",
@@ -44,42 +43,33 @@ _ANSWER_SECONDS = 2.0  # how long the head of a cluster may take for a connectio
 _HTTP2_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 4
 
 _lock = threading.Lock()
-_n_users = 0  # samplers that use the Ray that this module has started
+_n_users = 0  # samplers and experiments that use the Ray that this module has started
 _token = secrets.token_hex(32)  # of each Ray that this process starts: Ray reads its token once
 _folder = ""  # its session folder, which no other user can enter
-_has_warned = False
 _log = logging.getLogger("penstock")
 
 
-def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[], None]:
-    """Join the cluster at `address`, or at RAY_ADDRESS, unless this process has joined one. Without an address, start
-    Ray on this machine alone, with at least `n_cpus` CPUs.
+def connect(n_cpus: int) -> Callable[[], None]:
+    """Join the cluster at RAY_ADDRESS, unless this process has joined one (`ray.init`). Without an address, start Ray
+    on this machine alone, with at least `n_cpus` CPUs.
 
-    Returns a function that ends what this has started. Raises `ConfigError` if there is no cluster at the address, or
-    if this process has joined another one, and `ClusterError` if Ray does not start.
+    Returns a function that ends what this has started. Raises `ConfigError` if there is no cluster at the address, and
+    `ClusterError` if Ray does not start.
     """
-    global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
-    must_be("address", address, isinstance(address, str | None), "a text such as 192.0.2.10:6379")
+    global _n_users  # noqa: PLW0603 - a property of the process
     with _lock:
-        if ray.is_initialized() and address is not None and not _is_joined(address):
-            joined = ray.get_runtime_context().gcs_address
-            raise ConfigError(
-                f"this process has joined the Ray cluster at {joined}, so it cannot join the one at {address} too: "
-                "leave the address out, or call ray.shutdown() first"
-            )
         if _n_users and ray.is_initialized():
             _n_users += 1
             return _leave
         _tighten_token_file()
         if not ray.is_initialized():
-            where = address or os.environ.get("RAY_ADDRESS") or "local"
-            if where == "local":
-                _start(n_cpus, dashboard)
+            address = os.environ.get("RAY_ADDRESS") or "local"
+            if address == "local":
+                _start(n_cpus)
                 _n_users = 1
                 return _leave
-            _join(where)
-        if not _has_token() and not _has_warned:
-            _has_warned = True
+            _join(address)
+        if not _has_token():
             warnings.warn(
                 "this Ray cluster has no token: whoever reaches its ports can run code on it. Start its nodes with "
                 "RAY_AUTH_MODE=token",
@@ -89,20 +79,6 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
         return lambda: None
 
 
-def _is_joined(address: str) -> bool:
-    """Whether `address` is that of the cluster that this process has joined. "auto" is any cluster."""
-    joined = _endpoint(ray.get_runtime_context().gcs_address)
-    return address == "auto" or _endpoint(address) == joined or (address == "local" and joined[0] == _LOOPBACK)
-
-
-def _endpoint(address: str) -> tuple[str, str]:
-    """Host and port. A host may have several names, and this machine several addresses."""
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError):  # not a name that is known here
-        host = socket.gethostbyname(host)
-    return _LOOPBACK if host.startswith("127.") or host == ray.util.get_node_ip_address() else host, port
-
-
 def _join(address: str) -> None:
     try:
         if address != "auto":
@@ -110,12 +86,13 @@ def _join(address: str) -> None:
         ray.init(address=address, log_to_driver=True)
     except Exception as error:  # Ray raises anything, such as a bare Exception
         raise ConfigError(
-            f"no Ray cluster answers at {address}: {error}. Start one with `ray start`, or leave the address out"
+            f"no Ray cluster answers at RAY_ADDRESS={address}: {error}. Start one with `ray start`, or remove this "
+            "variable from the environment"
         ) from error
 
 
 def _await_answer(address: str) -> None:
-    """Raise `OSError` unless a gRPC server answers soon. Ray itself would wait for minutes, or end this process."""
+    """Raise an error unless a gRPC server answers soon. Ray itself would wait for minutes, or end this process."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS) as link:
         if os.environ.get("RAY_USE_TLS", "0") == "0":
@@ -124,7 +101,7 @@ def _await_answer(address: str) -> None:
                 raise ConnectionError("what listens there is not Ray")
 
 
-def _start(n_cpus: int, dashboard: bool) -> None:
+def _start(n_cpus: int) -> None:
     """Start Ray for this process. Only this machine can reach it, and only with a token. No other user can enter its
     session folder."""
     global _folder  # noqa: PLW0603 - a property of the process
@@ -141,7 +118,7 @@ def _start(n_cpus: int, dashboard: bool) -> None:
         ray.init(
             address="local",
             num_cpus=max(n_cpus, os.cpu_count() or 1),
-            include_dashboard=dashboard,
+            include_dashboard=False,
             logging_level=logging.ERROR,  # a warning says that there is a token
             _node_ip_address=_LOOPBACK,
             _temp_dir=f"{_folder}/s",  # Ray lets everybody write there

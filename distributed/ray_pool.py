@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import threading
 import time
@@ -64,12 +63,10 @@ class RayOptions:
     sampler_cls: type[Sampler]
     sampler_options: Mapping[str, Any]
     is_restarted: bool
-    min_ready: int | float
+    min_ready: int | None
     min_shards: int | None
     unavailable_timeout: float
     resources: Mapping[str, float]
-    address: str | None
-    dashboard: bool
 
 
 @dataclass(eq=False)
@@ -79,7 +76,7 @@ class Shard:
     plan: ShardPlan
     earlier: tuple[WorkerStats, ...]  #: figures of the workers of all actors before this one
     figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, in its last reply
-    timeline: npt.NDArray[np.float64] | None = None  #: the same
+    timeline: npt.NDArray[np.float64] | None = None  #: of its last reply
     actor: Any = None
     generation: int = 0
     started: Started | None = None  #: None until it is ready
@@ -158,8 +155,9 @@ class ShardPool:
         self._message: bytes | None = None
         self._depth: int | None = None
         self._ready: deque[Shard] = deque()  # the oldest order of these shards has its reply
-        # The newest parameters in Ray's object store by policy, and how often any were put there: once per version.
-        self._versions, self.n_puts = [1] * len(memory.parameters), 0
+        # The newest parameters in Ray's object store, by policy. A version is put there once for all shards, except
+        # the first, which is in the spec.
+        self._versions = [1] * len(memory.parameters)
         self._parameters: list[Any] = [None] * len(memory.parameters)
         self._owner_pid, self._close_lock = os.getpid(), threading.RLock()  # a signal handler may call `close` in it
         self._have_ended = False  # whether the shards have ended
@@ -212,11 +210,9 @@ class ShardPool:
             if newest.version != self._versions[p]:
                 values, self._versions[p] = newest.read()
                 self._parameters[p] = ray.put((p, self._versions[p], values))
-                self.n_puts += 1
         known, shard.versions = shard.versions, list(self._versions)
         pairs = zip(self._parameters, known, self._versions, strict=True)
-        # Parameters without a reference have never changed: the shard has had them from the start.
-        return [ref for ref, old, new in pairs if ref is not None and old != new]
+        return [ref for ref, old, new in pairs if old != new]
 
     def send_parameters(self) -> None:
         """Give the newest parameters to all shards that are at work. They act with them from their next order on."""
@@ -354,11 +350,12 @@ class ShardPool:
 
     @property
     def _is_complete(self) -> bool:
-        n, wanted = len(started := self._started), self._options.min_ready
+        started = self._started
+        n = len(started)
         if n < self._least or self._number == 0:
             return n >= self._least
         if self._command.is_batch:
-            n = min(n, wanted) if isinstance(wanted, int) else math.ceil(wanted * n - 1e-9)
+            n = min(n, self._options.min_ready or n)
         return sum(shard.taken for shard in started) >= n
 
     def wait(self, during: str, **how: Any) -> None:

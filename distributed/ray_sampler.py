@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import MOST_ENVS, integer, must_be, number, one_of, seconds, true_or_false
+from penstock.arguments import integer, must_be, number, one_of, seconds
 from penstock.buffers import Samples, pickling
 from penstock.buffers.slots import batch_view, layouts_of
 from penstock.collectors import TrajInfo
@@ -20,7 +20,7 @@ from penstock.distributed.placement import connect, node_resources
 from penstock.distributed.ray_pool import RayOptions, ShardPool
 from penstock.distributed.shard import ShardPlan, ShardSpec
 from penstock.envs import EnvFn
-from penstock.errors import ConfigError, brief
+from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerConfig, SamplerState
@@ -64,9 +64,8 @@ class ShardStats:
     """One shard since the sampler was initialized, with the processes that were lost and replaced.
 
     `batches` counts the batches and pieces that you got from it, and `missing` the batches without its columns. Two
-    counts are of pieces that were dropped: `late` pieces came after their batch, or after the end of the loop, and
-    `stale` pieces were too old. `lost_trajectories` counts the trajectories that were lost with its
-    processes.
+    counts are of what was dropped: `late` came after its batch, or after the end of the loop, and `stale` pieces were
+    too old. `lost_trajectories` counts the trajectories that were lost with its processes.
     """
 
     shard: int
@@ -84,12 +83,10 @@ class ShardStats:
 class RayStats(SamplerStats):
     """As `SamplerStats`, with the workers of all shards. Their ranks continue from shard to shard.
 
-    The figures of a shard are those of its last reply. `parameter_puts` counts how often parameters were put into Ray's
-    object store: once per version.
+    The figures of a shard are those of its last reply.
     """
 
     shards: tuple[ShardStats, ...] = ()
-    parameter_puts: int = 0
 
     @property
     def restarts(self) -> int:
@@ -116,40 +113,32 @@ class ShardsAct(Acting):
     ) -> tuple[ShardPlan, ...]:
         self._config, self._affinity, self._env_range = config, affinity, env_range
         options, n_built = self._options, config.n_built
-        n_cpus = (options.n_shards or 1) * (config.n_workers or 1)
-        resources.callback(connect(options.address, n_cpus, dashboard=options.dashboard))
+        resources.callback(connect((options.n_shards or 1) * (config.n_workers or 1)))
         nodes = node_resources()
-        wanted = 1 if issubclass(options.sampler_cls, SerialSampler) else config.n_workers
-        n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
+        n_workers = 1 if issubclass(options.sampler_cls, SerialSampler) else config.n_workers
+        n_usable = sum(self._room([node], n_workers or 1) > 0 for node in nodes)
         n_shards = options.n_shards or max(1, min(n_usable, n_built))
         for name, n in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
             must_be(name, n, n is None or n <= n_shards, f"at most n_shards={n_shards}")
         most = math.ceil(n_built / n_shards)
-        largest = int(max(node.get("CPU", 0) for node in nodes))
-        fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
-        self._workers_per_shard = min(most, wanted or next(fitting, 1))
-        needs, n_places = self._needs(self._workers_per_shard), self._n_places(nodes, self._workers_per_shard)
-        if n_places < (options.min_shards or n_shards):
-            has = [{name: node.get(name, 0) for name in needs} for node in nodes]
-            raise ConfigError(
-                f"the cluster has room for {n_places} of {n_shards} shards. Each needs {needs} on one node, and the "
-                f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
-            )
+        if n_workers is None:
+            n_workers = next((n for n in range(most, 1, -1) if self._room(nodes, n) >= n_shards), 1)
+        self._workers_per_shard = min(most, n_workers)
         unit = config.rows_per_env
         plans = make_plans(*config.env_counts, [()] * n_shards, env_range, unit=unit)
-        n_workers = [min(self._workers_per_shard, len(plan.columns) // unit) for plan in plans]
-        return tuple(ShardPlan(**vars(plan), n_workers=n) for plan, n in zip(plans, n_workers, strict=True))
+        return tuple(
+            ShardPlan(**vars(plan), n_workers=min(self._workers_per_shard, len(plan.columns) // unit)) for plan in plans
+        )
 
     def _needs(self, n_workers: int) -> dict[str, float]:
         """What a shard with `n_workers` needs of Ray."""
         return {"CPU": float(n_workers), **self._options.resources}
 
-    def _n_places(self, nodes: list[dict[str, float]], n_workers: int) -> int:
-        """How many such shards the nodes have room for."""
-        needs = [(name, amount) for name, amount in self._needs(n_workers).items() if amount]
-        return sum(
-            min((int(node.get(name, 0) / amount + 1e-6) for name, amount in needs), default=MOST_ENVS) for node in nodes
-        )
+    def _room(self, nodes: list[dict[str, float]], n_workers: int) -> int:
+        """How many such shards fit on the nodes, if nobody else uses these."""
+        needs, all_of_them = self._needs(n_workers), self._config.n_built
+        fitting = [[int(node.get(name, 0) / n + 1e-6) for name, n in needs.items() if n] for node in nodes]
+        return sum(min(numbers, default=all_of_them) for numbers in fitting)
 
     def start(self, allocation: Allocation, options: PoolOptions, resources: ExitStack) -> ShardPool:
         config, program, layout = self._config, allocation.program, allocation.layout
@@ -195,14 +184,13 @@ class RaySampler(Sampler):
     one sampler on its node. All shards collect their columns of a batch. The columns are copied into one buffer as they
     arrive. With `pieces`, you get the part of each shard as it arrives, without a copy.
 
-    Without an address, this uses the cluster that the process has joined before (`ray.init`), or the one that
-    RAY_ADDRESS names. If there is none, penstock starts Ray on this machine and ends it at `shutdown`. Other machines
-    cannot reach this Ray.
+    This uses the cluster that the process has joined before (`ray.init`), or the one that RAY_ADDRESS names. If there
+    is none, penstock starts Ray on this machine and ends it at `shutdown`. Other machines cannot reach this Ray.
 
     Args, in addition to the arguments of every sampler:
         n_shards: the number of shards; by default one for each node that has room for one.
-        n_workers: worker processes of each shard. A shard takes this number of Ray's CPUs. By default, as many as all
-            shards can have.
+        n_workers: worker processes of each shard. A shard takes this number of Ray's CPUs. By default, the largest
+            number with which all shards fit on the nodes.
         sampler_cls: the sampler of each shard: ParallelSampler, SerialSampler, GpuSampler, AlternatingSampler, or a
             subclass. A shard cannot be a RaySampler.
         sampler_options: arguments of this class alone, for example `{"server": "process"}`.
@@ -210,15 +198,13 @@ class RaySampler(Sampler):
             used any more. "restart" builds the shard again, on a node that has room, with new random streams, which
             depend on the seed. It then collects its columns of the running batch. `max_restarts` and `restart_window`
             limit this too, for each shard.
-        min_ready: a batch is complete when this many shards have answered: a share (1.0: all) or a number. The columns
-            of the others are zero, and `valid` is False there. Their replies are dropped when they come, and counted.
+        min_ready: a batch is complete when this many shards have answered. The columns of the others are zero, and
+            `valid` is False there. Their replies are dropped when they come, and counted. None: wait for all.
         min_shards: with "restart", continue without lost shards as long as this many are left. A lost shard takes part
             again as soon as a node has room for it. None: wait for all.
         unavailable_timeout: seconds that the process of a shard may answer nothing before the shard counts as lost. A
             shard is asked only while it works. If its connection breaks, it is lost at once.
         resources: what each shard needs of Ray besides CPUs, for example `{"GPU": 1}`.
-        address: the address of a Ray cluster. It must be the one that the process has joined, if any.
-        dashboard: whether a Ray that is started here has its dashboard.
     """
 
     def __init__(
@@ -229,12 +215,10 @@ class RaySampler(Sampler):
         sampler_cls: type[Sampler] = ParallelSampler,
         sampler_options: Mapping[str, Any] | None = None,
         on_node_failure: Literal["raise", "restart"] = "raise",
-        min_ready: int | float = 1.0,
+        min_ready: int | None = None,
         min_shards: int | None = None,
         unavailable_timeout: float = 15.0,
         resources: Mapping[str, float] | None = None,
-        address: str | None = None,
-        dashboard: bool = False,
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
@@ -248,8 +232,6 @@ class RaySampler(Sampler):
                 "shard cannot be a RaySampler: for groups of nodes, give each learner its own (rank, world_size)"
             )
         one_of("on_node_failure", on_node_failure, ("raise", "restart"))
-        if not (is_share := isinstance(min_ready, float) and 0 < min_ready <= 1):
-            integer("min_ready, if it is not a share of the shards (0 < share <= 1.0),", min_ready, 1)
         if min_shards is not None and on_node_failure == "raise":
             raise ConfigError('min_shards needs on_node_failure="restart"')
         self._options = RayOptions(
@@ -257,12 +239,10 @@ class RaySampler(Sampler):
             sampler_cls=sampler_cls,
             sampler_options=dict(sampler_options or {}),
             is_restarted=on_node_failure == "restart",
-            min_ready=float(min_ready) if is_share else int(min_ready),
+            min_ready=None if min_ready is None else integer("min_ready", min_ready, 1),
             min_shards=None if min_shards is None else integer("min_shards", min_shards, 1),
             unavailable_timeout=seconds("unavailable_timeout", unavailable_timeout),
             resources={name: number(f"resources[{name!r}]", n) for name, n in (resources or {}).items()},
-            address=address,
-            dashboard=true_or_false("dashboard", dashboard),
         )
         # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
         sampler_cls(env_fn, **{**options, **self._options.sampler_options})
@@ -372,7 +352,7 @@ class RaySampler(Sampler):
             for shard in pool.shards
         )
         nbytes, difference = self.run.memory.nbytes, self.run.inference_difference
-        return RayStats(workers, nbytes, difference, shards=shards, parameter_puts=pool.n_puts)
+        return RayStats(workers, nbytes, difference, shards=shards)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch, as for one sampler, of the workers of all shards that have answered. Each node has

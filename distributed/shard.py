@@ -26,7 +26,7 @@ from penstock.samplers.resuming import StateMessage
 from penstock.samplers.sampler import Sampler, SerialSampler
 from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
 from penstock.samplers.stats import WorkerStats
-from penstock.workers.affinity import limit_threads, usable_cpus
+from penstock.workers.affinity import limit_threads
 from penstock.workers.control import Command
 from penstock.workers.plan import Affinity
 
@@ -195,7 +195,7 @@ class ShardHost:
                 spec.agents,
                 first_env_rank=plan.env_ranks.start,
                 first_eval_env_rank=plan.eval_env_ranks.start,
-                affinity=_own_affinity(spec),
+                affinity=spec.affinity,
                 **spec.setup,
             )
         self._sampler = sampler
@@ -245,13 +245,6 @@ def _node() -> str:
     import ray
 
     return f"{ray.util.get_node_ip_address()} {ray.get_runtime_context().get_node_id()[:8]}"
-
-
-def _own_affinity(spec: ShardSpec) -> Affinity:
-    """Pin workers only if the shard has all CPUs of this machine, or if the user has chosen the CPUs. Otherwise other
-    shards here would be pinned to the same CPUs."""
-    has_all = spec.affinity.cpus is not None or spec.n_cpus >= len(usable_cpus())
-    return spec.affinity if has_all else replace(spec.affinity, pin=False)
 
 
 def _portable(item: object) -> Any:
