@@ -26,6 +26,7 @@ from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, SpaceError, brief
 from penstock.games import PortLease, lease_port
 from penstock.games.game_process import GameProcess
+from penstock.workers.forks import leave_in_forks
 
 MAX_HELLO, MAX_MESSAGE = 4096, 64 << 20  #: bytes of the first message, and of each later one
 _GOODBYE = 100  # milliseconds in which the client can close first
@@ -200,7 +201,7 @@ class ServedGame(gym.Env[Any, Any]):
         inherit_env: which environment variables the game of `command` gets from this process; see `GameProcess`.
 
     Without a command it opens nothing before the first `reset`, or before `port` is read. So the example
-    environment of a sampler does not listen.
+    environment of a sampler does not listen. In a fork of the process in which it is open, it cannot be used.
 
     `reset` and `step` raise `GameError` if the client does not come, is silent, has gone, or sends something wrong.
     Then it is disconnected, and the next `reset` waits for another. The learner may be slow: only the client's time
@@ -240,7 +241,9 @@ class ServedGame(gym.Env[Any, Any]):
         self._lease: PortLease | None = None
         self._listener: socket.socket | None = None
         self._poll, self._strangers = select.poll(), dict[int, GameClient]()  # by descriptor: no hello yet
+        self._left = ""  # in a fork of the process that it belongs to: why it cannot be used
         self._forget()
+        leave_in_forks(self)
         if command is not None:
             self._listen()
 
@@ -261,7 +264,24 @@ class ServedGame(gym.Env[Any, Any]):
         assert self._listener is not None
         return int(self._listener.getsockname()[1])
 
+    def leave_to_parent(self, pid: int) -> None:
+        """This process is a fork of process `pid`: if the game is open, it belongs to that. The client hears nothing of
+        this."""
+        for each in [*self._strangers.values(), *([self._client] if self._client else ())]:
+            each.close()
+        if self._listener is not None:
+            self._left = f"this ServedGame belongs to process {pid}, of which this process is a fork: make one here"
+            self._listener.close()
+        self._strangers.clear()
+        self._forget()
+        self._poll, self._listener, self._game, self._lease = select.poll(), None, None, None
+
+    def _require_own(self) -> None:
+        if self._left:
+            raise GameError(self._left)
+
     def _listen(self) -> None:
+        self._require_own()
         start, stop = (None, None) if self._fixed is None else (self._fixed, self._fixed + 1)
         if self._command is not None:
             environ = {"PENSTOCK_TOKEN": str(self._token)}
@@ -307,6 +327,7 @@ class ServedGame(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Send the action, and wait for what follows from it."""
         if not self._is_playing:
+            self._require_own()
             raise SamplerStateError("step was called before reset, or after the end of an episode: call reset")
         answer = encoded(self.action_space, action)
         with self._disconnecting():
