@@ -68,7 +68,8 @@ def length(prefix: Any) -> int:
     """How many bytes the message has that begins with these. Raises `ValueError` if it is too large."""
     header, size, is_in_memory = PREFIX.unpack_from(prefix)
     _check_sizes(header, size)
-    return PREFIX.size + header + (0 if is_in_memory else size)
+    n: int = PREFIX.size + header + (0 if is_in_memory else size)
+    return n
 
 
 def decoded(data: Any, memory: Any = None) -> Any:
@@ -155,8 +156,8 @@ class _Body:
             raise ValueError(f"no dtype: {dtype[:20]!r}")
         kind, n = np.dtype(dtype), 1
         for each in shape:
-            n *= each
-        if not 0 <= n * max(kind.itemsize, 1) <= len(self._data) - self._at + 1:  # + 1: a text may have no bytes
+            n *= each if type(each) is int and 0 <= each <= MAX_BODY else MAX_BODY
+        if len(shape) > 64 or n * max(kind.itemsize, 1) > len(self._data) - self._at + 1:  # + 1: a text may be empty
             raise ValueError(f"an array of {n} {kind} does not fit its message")
         if not n or not kind.itemsize:
             return np.zeros(shape, kind)
@@ -279,7 +280,8 @@ def _received(connection: socket.socket, buffer: bytearray) -> memoryview:
 
 
 def _raised(error: BaseException) -> tuple[str, str, str]:
-    return "raised", f"{type(error).__name__}: {error}", traceback.format_exc()
+    headline = traceback.format_exception_only(type(error), error)[-1].strip()
+    return "raised", headline[:1000], traceback.format_exc()[-8000:]
 
 
 def main(port: str) -> None:
