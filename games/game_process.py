@@ -181,6 +181,7 @@ class GameProcess:
         inherit_env: names of the variables that it gets from this process, such as `["PATH", "HOME"]`: so it does not
             get keys of a cloud. None: all.
         cwd: the folder of the game.
+        stdin: what each start of the game can read there.
 
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
     """
@@ -189,6 +190,7 @@ class GameProcess:
     _pool: _Spares | None = None
     _quit: Callable[[GameProcess], object] | None = None
     _sockets: list[GameSocket]
+    word = "game"  #: what its errors call it
     renewal = 0  #: how often the game was started again
 
     def __init__(
@@ -214,6 +216,7 @@ class GameProcess:
         environ: Mapping[str, str] | None = None,
         inherit_env: Collection[str] | None = None,
         cwd: str | Path | None = None,
+        stdin: bytes = b"",
     ) -> None:
         if isinstance(command, str | bytes) or not command or not all(map(_is_text, command)):
             raise ConfigError(f'command must be a list such as ["./game", "--port", "{{port}}"], got {command!r}')
@@ -232,7 +235,8 @@ class GameProcess:
         self._start_timeout = seconds("start_timeout", start_timeout)
         self._stop_timeout = min(seconds("stop_timeout", stop_timeout, zero=True), _LONGEST)
         self._log_lines, self._log_file = integer("log_lines", log_lines, 0), _path("log_file", log_file)
-        self._environ, self._inherited, self._cwd = _variables(environ), _names(inherit_env), _path("cwd", cwd)
+        self._environ, self._inherited = _variables(environ), _names(inherit_env)
+        self._cwd, self._stdin = _path("cwd", cwd), stdin
         options = tuple(vars(self).items())
         self._reply_timeout, self._quit = min(seconds("reply_timeout", reply_timeout), _LONGEST), quit
         self._renew_every = None if renew_every is None else integer("renew_every", renew_every, 1)
@@ -273,9 +277,10 @@ class GameProcess:
             run.output = GameLog(None if self._log_file is None else _fill(self._log_file, ports))
             environ = {**_inherited(self._inherited), **own, "PENSTOCK_PORTS": ",".join(map(str, ports))}
             run.began = time.monotonic()
-            run.process = MarkedProcess(
-                run.command, environ, cwd=self._cwd, stdout=run.output.file, stderr=run.output.file
-            )
+            with open(os.memfd_create("penstock-stdin"), "w+b", 0) as stdin:
+                os.pwrite(stdin.fileno(), self._stdin, 0)
+                how: dict[str, Any] = {"stdin": stdin, "stdout": run.output.file, "stderr": run.output.file}
+                run.process = MarkedProcess(run.command, environ, cwd=self._cwd, **how)
             return run
         except BaseException as error:
             run.end()
@@ -391,8 +396,8 @@ class GameProcess:
     def _require_started(self) -> MarkedProcess:
         if self._run.process is None or not self._run.is_open:
             raise GameError(
-                f"the game {self._command[0]!r} was closed, or belongs to the process that this one is a fork of: make "
-                "a new GameProcess"
+                f"the {self.word} {self._command[0]!r} was closed, or belongs to the process that this one is a fork "
+                "of: make a new one"
             )
         return self._run.process
 
@@ -430,7 +435,11 @@ class GameProcess:
         where += f", port {str(list(run.ports))[1:-1]}" if run.ports else ""
         renewal = f" (renewal {self.renewal})" if self.renewal else ""
         heading = f"the last {len(lines)} lines of its output:" if lines else "it has printed nothing"
-        text = [f"the game ({where}){renewal} {what}", f"  command: {' '.join(self._run.command)}", f"  {heading}"]
+        text = [
+            f"the {self.word} ({where}){renewal} {what}",
+            f"  command: {' '.join(self._run.command)}",
+            f"  {heading}",
+        ]
         return GameError("\n".join([*text, *(f"  | {line}" for line in lines)]))
 
     @contextmanager
@@ -516,7 +525,7 @@ class GameProcess:
             self.kill()
             thread.join(_KILL_SECONDS)  # it may have waited for the game
         if failed:
-            warnings.warn(f"quit of the game {failed[0]}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"quit of the {self.word} {failed[0]}", RuntimeWarning, stacklevel=4)
         self.ends_within(limit)
 
     def kill(self) -> None:

@@ -129,7 +129,7 @@ class MarkedProcess:
         self._mark, self.owner = new_mark(), os.getpid()
         environ = {**(os.environ if environ is None else environ), marked.variable(): "1", self._mark: "1"}
         # In a session of its own: Ctrl-C must not reach it.
-        how |= {"env": environ, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        how = {"stdin": subprocess.DEVNULL, **how, "env": environ, "start_new_session": True}
         self._process = subprocess.Popen(command, **how)
         self.pid, self._found, self._search_at = self._process.pid, list[int](), 0.0
 
