@@ -211,6 +211,10 @@ class NameClient:
     def _reach(self) -> Peer:
         return self._wire.reach(self._address, INBOX, lost_after=float("inf"))
 
+    def require_own(self) -> None:
+        """Raise `ClusterError` in a fork of the process that has made the wire."""
+        self._wire.require_own()
+
     @property
     def version(self) -> int:
         """Grows with each change of the names that are followed."""
@@ -232,6 +236,7 @@ class NameClient:
         `value` cannot be sent or has more than 64 KiB.
         """
         packed = _packed(key, value)
+        self.require_own()
         self._call("add", key=key, value=packed, owner=self._wire.id, lasting=lasting, replace=replace)
         self._entries[key] = (packed, lasting)
 
@@ -242,6 +247,7 @@ class NameClient:
     def write(self, key: str, value: object, *, at_once: bool = False) -> None:
         """Add or change a name of this node, and do not wait for it: it goes with the next beat, or at once. Raises
         `BadMessageError` if `value` cannot be sent or has more than 64 KiB."""
+        self.require_own()
         self._entries[key] = (_packed(key, value), False)
         if at_once:
             self._beat_soon()
@@ -249,6 +255,7 @@ class NameClient:
     def flush(self, timeout: float) -> bool:
         """Wait until the table has what `write` was called with, and `followed` what the table has, for `timeout`
         seconds. Returns whether they have."""
+        self.require_own()
         with self._changed:
             number = self._n_begun + 1
             self._beat_soon()
@@ -258,6 +265,7 @@ class NameClient:
 
     def delete(self, key: str) -> bool:
         """Delete a name that this node has added."""
+        self.require_own()
         self._entries.pop(key, None)
         return bool(self._call("delete", key=key, owner=self._wire.id))
 
@@ -329,6 +337,7 @@ class NameClient:
             self._follow(root)
 
     def _follow(self, *roots: str) -> None:
+        self.require_own()
         with self._changed:
             if not self._roots.issuperset(roots):
                 self._roots.update(roots)
@@ -344,6 +353,7 @@ class NameClient:
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
+        self.require_own()
         below = f"{root}/"
         entries = [*(self._found if self._own is None else self._own.entries)]
         return sorted(key for key in entries if not root or key == root or key.startswith(below))
@@ -351,6 +361,7 @@ class NameClient:
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist, or its
         value is no message."""
+        self.require_own()
         entry: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
         if entry is None:
             self._values.pop(key, None)

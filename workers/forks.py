@@ -11,6 +11,7 @@ from weakref import WeakSet
 HARMLESS_THREAD = "penstock game logs"
 
 _owned: WeakSet[Any] = WeakSet()
+_own_pid = os.getpid()
 
 
 def leave_in_forks(owned: Any) -> None:
@@ -20,10 +21,12 @@ def leave_in_forks(owned: Any) -> None:
 
 
 def _leave() -> None:
+    global _own_pid
+    parent, _own_pid = _own_pid, os.getpid()
     left = list(_owned)
     _owned.clear()
     for each in left:
-        each.leave_to_parent(os.getppid())
+        each.leave_to_parent(parent)
 
 
 os.register_at_fork(after_in_child=_leave)

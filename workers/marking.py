@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from penstock.workers.forks import leave_in_forks
+
 # The argument is the variable with its value. The part in braces runs in the background, so that it is no child of the
 # main process. Programs may start others while they are killed, hence the second look.
 _SCRIPT = """
@@ -131,7 +133,12 @@ class MarkedProcess:
         # In a session of its own: Ctrl-C must not reach it.
         how = {"stdin": subprocess.DEVNULL, **how, "env": environ, "start_new_session": True}
         self._process = subprocess.Popen(command, **how)
+        leave_in_forks(self)
         self.pid, self._found, self._search_at = self._process.pid, list[int](), 0.0
+
+    def leave_to_parent(self, pid: int) -> None:
+        """In a fork: `subprocess` must not warn there that the program runs."""
+        self._process.returncode = 0
 
     def exit_text(self) -> str:
         """How it has ended, such as "exit code 3" or "SIGKILL"; empty while it runs."""
