@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hmac
 import ipaddress
@@ -24,7 +23,7 @@ from gymnasium import spaces
 
 from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, SpaceError, brief
-from penstock.games import PortLease, lease_port
+from penstock.games import PortLease, host, lease_port
 from penstock.games.game_process import GameProcess
 from penstock.workers.forks import leave_in_forks
 
@@ -34,13 +33,13 @@ _ABORT = struct.pack("ii", 1, 0)  # without it, the kernel keeps the port of a c
 
 
 class GameClient:
-    """A client's socket, and what has come from it: lines of JSON, or msgpack after 4 bytes with its length."""
+    """A client's socket, and what has come from it: lines of JSON, or raw messages as in `host.encoded`."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         """`timeout` is in seconds: for the first message, and for sending one."""
         self._socket, self._timeout, self.until = sock, min(timeout, 1e6), time.monotonic() + timeout
         self._data, self._searched, self._limit = bytearray(), 0, MAX_HELLO
-        self._msgpack: Any = None  # the module, or None for JSON
+        self._is_raw = False  # or JSON
         self.has_returned = False  #: whether it may repeat its last message
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -51,22 +50,17 @@ class GameClient:
 
     def begin(self, welcome: dict[str, Any], form: object) -> bool:
         """Send the answer to hello, after which the format is `form`. False as for `send`."""
-        if form not in ("json", "msgpack"):
-            raise ValueError(f'format must be "json" or "msgpack", got {brief(form)}')
-        try:
-            module = __import__("msgpack") if form == "msgpack" else None
-        except ImportError:
-            raise ValueError("msgpack is not installed here: pip install msgpack") from None
-        is_sent, self._msgpack, self._limit = self.send(welcome), module, MAX_MESSAGE
+        if form not in ("json", "raw"):
+            raise ValueError(f'format must be "json" or "raw", got {brief(form)}')
+        is_sent, self._is_raw, self._limit = self.send(welcome), form == "raw", MAX_MESSAGE
         return is_sent
 
     def send(self, message: dict[str, Any]) -> bool:
         """False if the message could not be sent whole and in time."""
-        if self._msgpack is None:
-            data = json.dumps(message).encode() + b"\n"
+        if self._is_raw:
+            data = host.encoded(message, strict=True)
         else:
-            packed = self._msgpack.packb(message)
-            data = len(packed).to_bytes(4, "big") + packed
+            data = json.dumps(message, default=np.ndarray.tolist).encode() + b"\n"
         try:
             if (sent := self._socket.send(data)) < len(data):
                 self._socket.settimeout(self._timeout)
@@ -87,26 +81,27 @@ class GameClient:
 
     def message(self) -> dict[str, Any] | None:
         """The next message, if all of it has come. Raises ValueError, with its first bytes, if it is not valid."""
-        start, data = 0, self._data
-        if self._msgpack is None:
+        data = self._data
+        if not self._is_raw:
             length = data.find(b"\n", self._searched) + 1 or len(data) + 1
         else:
-            start, length = 4, 4 + (int.from_bytes(data[:4], "big") if len(data) >= 4 else 0)
-        if length - start > self._limit:
+            length = host.length(data) if len(data) >= host.PREFIX.size else host.PREFIX.size
+        if length > self._limit:
             raise ValueError(
                 f"a message of {length:,} bytes or more, the limit is {self._limit:,}: {bytes(data[:60])!r}"
             )
         if length > len(data):
             self._searched = len(data)
             return None
-        frame, self._searched = bytes(data[start:length]), 0
+        with memoryview(data) as view:
+            frame, self._searched = bytes(view[:length]), 0
         del data[:length]
         try:
-            message = json.loads(frame.decode()) if self._msgpack is None else self._msgpack.unpackb(frame)
-        except (ValueError, TypeError, RecursionError):
+            message = host.decoded(frame) if self._is_raw else json.loads(frame.decode())
+        except (ValueError, TypeError, RecursionError, OverflowError):
             message = None
         if not isinstance(message, dict):
-            raise ValueError(f"no {'JSON' if self._msgpack is None else 'msgpack'} object: {frame[:60]!r}")
+            raise ValueError(f"no {'raw' if self._is_raw else 'JSON'} object: {frame[:60]!r}")
         return message
 
     def part(self) -> str:
@@ -139,7 +134,7 @@ def described(space: gym.Space[Any]) -> Any:
 
 
 def encoded(space: gym.Space[Any], value: Any) -> Any:
-    """An action as numbers in lists and dicts."""
+    """An action as numbers and arrays in lists and dicts."""
     if isinstance(space, spaces.Dict):
         return {name: encoded(part, value[name]) for name, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -147,7 +142,7 @@ def encoded(space: gym.Space[Any], value: Any) -> Any:
     found = np.asarray(value, space.dtype).reshape(space.shape)
     if found.dtype.kind == "f" and not np.isfinite(found).all():
         raise SpaceError(f"an action for a game must have finite numbers, which JSON can hold, got {brief(value)}")
-    return found.tolist()
+    return found if found.ndim else found.item()
 
 
 def decoded(space: gym.Space[Any], value: object, name: str) -> Any:
@@ -157,28 +152,23 @@ def decoded(space: gym.Space[Any], value: object, name: str) -> Any:
             raise ValueError(f"{name} must have the entries {list(space.spaces)}, got {brief(value)}")
         return {key: decoded(part, value[key], f"{name}[{key!r}]") for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(value, list) or len(value) != len(space.spaces):
+        if not isinstance(value, list | tuple) or len(value) != len(space.spaces):
             raise ValueError(f"{name} must be a list of {len(space.spaces)} values, got {brief(value)}")
         return tuple(decoded(part, value[k], f"{name}[{k}]") for k, part in enumerate(space.spaces))
     dtype = np.dtype(space.dtype)
     try:
-        if isinstance(value, dict) and isinstance(value.get("b64"), str):
-            value = base64.b64decode(value["b64"], validate=True)
-        if isinstance(value, bytes):
-            found = np.frombuffer(value, dtype.newbyteorder("<")).reshape(space.shape)
-        else:
-            found = np.array(value)
+        found = np.asarray(value)
         with np.errstate(over="raise", invalid="raise"):
-            cast = found.astype(dtype)
+            cast = found.astype(dtype, copy=False)
         fits = found.dtype.kind in "biuf" and cast.shape == space.shape
-        if fits and bool((cast == found).all() if dtype.kind != "f" else not np.isnan(cast).any()):
+        if fits and (not np.isnan(cast).any() if dtype.kind == "f" else cast is found or (cast == found).all()):
             return cast[()]
     except (ValueError, TypeError, OverflowError, FloatingPointError):
         pass  # the reason would only repeat what follows
     raise ValueError(f"{name} must have the shape {space.shape} and fit {dtype}, got {brief(value)}")
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MOST_STRANGERS = 8
 _TOKEN = re.compile(r"[!#-&(-\[\]-~]{1,512}")  # what every client can put in a line of 1,024 bytes
 

@@ -133,7 +133,7 @@ def served_game(folder: Path) -> Iterator[Kind]:
     client = socket.create_connection(("127.0.0.1", env.port), timeout=20)
     lines, numbers = client.makefile("rb"), iter(range(2, 99))
     with contextlib.closing(env), client:
-        client.sendall(b'{"hello": 1}\n{"n": 1, "begin": [0]}\n')
+        client.sendall(b'{"hello": 2}\n{"n": 1, "begin": [0]}\n')
         assert env.reset(seed=3)[0] == [0]
         assert "welcome" in json.loads(lines.readline())
         stranger = socket.create_connection(("127.0.0.1", env.port), timeout=20)
