@@ -152,7 +152,7 @@ class Peer:
         self._lost, requests = f"{self.name} is lost: {reason}", [*self._requests.values()]
         self._requests = {}
         for request in requests:
-            request._condition, request._done_callbacks = threading.Condition(), []  # the parent calls these
+            vars(request).update(_condition=threading.Condition(), _done_callbacks=[])  # the parent calls these
             if not request.done():
                 request.set_exception(PeerLostError(self._lost))
 
