@@ -155,6 +155,7 @@ def against_loop(batches: list[Any], make: Any, *, renews: bool) -> int:
     return n_cells
 
 
+@pytest.mark.filterwarnings("ignore:.*did not exit while resetting:RuntimeWarning")  # an `AsyncSampler` works ahead
 @pytest.mark.parametrize(
     ("cls", "every", "n_workers"),
     [(cls, *how) for cls, how in pairs(SAMPLERS, product((None, 1, 2, 3, 10**6), (1, 2, 3)))],
