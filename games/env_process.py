@@ -234,14 +234,15 @@ class EnvProcess(gym.Env[Any, Any]):
         except GameError as error:
             raise self._lost(error, name) from None
         except _BROKEN as error:
-            what = f"sent a broken message in {name}: {type(error).__name__}: {brief(str(error))}"
-            raise self._lost(game.error(what)) from None
+            what = f"sent a broken message: {type(error).__name__}: {brief(str(error))}"
+            raise self._lost(game.error(what), name) from None
         except BaseException:  # Ctrl-C: a late answer would be taken for the next one
             self._lose()
             raise
         if name == "make":
             self._lose()  # it has no environment
-        raise EnvCallError(f"the environment raised {headline} in {name}. The traceback there:\n{trace}")
+        where = "when it was made" if name == "make" else f"in {name}"
+        raise EnvCallError(f"the environment raised {headline} {where}. The traceback there:\n{trace}")
 
     def _share(self, size: int) -> None:
         """Let both sides map a memory. It has no name, so nothing of it stays, and nobody can make it smaller."""
@@ -268,8 +269,8 @@ class EnvProcess(gym.Env[Any, Any]):
                 time.sleep(0.1)
             text = "\n".join([text.splitlines()[0], *str(game.error("")).splitlines()[1:]])
         self._lose()
-        first, *others = text.replace(" reply_timeout=", " step_timeout=").splitlines()
-        return GameError("\n".join([f"{first} in {name}" if name else first, *others]))
+        text = text.replace(" reply_timeout=", " step_timeout=", 1)
+        return GameError(f"in {name}, {text}" if name not in ("", "make") else text)
 
     def _lose(self) -> None:
         self._has_failed = True
