@@ -25,7 +25,7 @@ import pytest
 
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.games import GameProcess, game_log, lease_port
+from penstock.games import GameProcess, game_log, game_process, lease_port
 from penstock.workers import marking
 
 from ..children import exit_code_of_fork
@@ -294,13 +294,12 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
     thieves: list[socket.socket] = []
     steals = 1
 
-    def stolen(self: GameProcess, run: Any, *args: Any) -> None:
+    def stolen(command: Any, environ: Any, **how: Any) -> marking.MarkedProcess:
         if len(thieves) < steals:
-            thieves.append(socket.create_server(("127.0.0.1", run.ports[0])))
-        open_log(self, run, *args)
+            thieves.append(socket.create_server(("127.0.0.1", int(environ["PENSTOCK_PORTS"]))))
+        return marking.MarkedProcess(command, environ, **how)
 
-    open_log = GameProcess._open_log
-    monkeypatch.setattr(GameProcess, "_open_log", stolen)
+    monkeypatch.setattr(game_process, "MarkedProcess", stolen)
     with game() as own:
         assert play(own.connect(), 2) == [1, 2]
         assert own.ports[0] != thieves[0].getsockname()[1]
