@@ -73,16 +73,16 @@ def length(prefix: Any) -> int:
 
 
 def decoded(data: Any, memory: Any = None) -> Any:
-    """The value of the message `data`. Its arrays are copies.
-
-    If `data` is no message, this raises `ValueError` or a class below it, `TypeError` or `RecursionError`.
-    """
-    header, size, is_in_memory = PREFIX.unpack_from(data)
-    start, end = PREFIX.size + header, length(data)
-    if len(data) < end or (is_in_memory and (memory is None or size > len(memory))):
-        raise ValueError("the message is cut")
-    body = memory[:size] if is_in_memory else memoryview(data)[start:end]
-    return _Body(body).value(json.loads(bytes(data[PREFIX.size : start]).decode()))
+    """The value of the message `data`. Its arrays are copies. Raises `ValueError` if `data` is no message."""
+    try:
+        header, size, is_in_memory = PREFIX.unpack_from(data)
+        start, end = PREFIX.size + header, length(data)
+        if len(data) < end or (is_in_memory and (memory is None or size > len(memory))):
+            raise ValueError("it is cut")
+        body = memory[:size] if is_in_memory else memoryview(data)[start:end]
+        return _Body(body).value(json.loads(bytes(data[PREFIX.size : start]).decode()))
+    except Exception as error:  # of many classes, such as RecursionError
+        raise ValueError(f"no message: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 def _check_sizes(header: int, size: int) -> None:
@@ -158,7 +158,7 @@ class _Body:
         for each in shape:
             n *= each if type(each) is int and 0 <= each <= MAX_BODY else MAX_BODY
         if len(shape) > 64 or n * max(kind.itemsize, 1) > len(self._data) - self._at + 1:  # + 1: a text may be empty
-            raise ValueError(f"an array of {n} {kind} does not fit its message")
+            raise ValueError(f"an array of {min(n, MAX_BODY)} {kind} does not fit its message")
         if not n or not kind.itemsize:
             return np.zeros(shape, kind)
         found = np.frombuffer(self._data, kind, n, self._at).reshape(shape).copy()
