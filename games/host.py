@@ -29,7 +29,7 @@ import numpy as np
 PREFIX = struct.Struct("<IIB")  # bytes of the header, bytes of the arrays, whether these are in the shared memory
 INLINE = 1 << 16  # bytes of arrays that follow the header even if there is a shared memory
 MAX_HEADER, MAX_BODY = 64 << 20, 1 << 30  # bytes
-_DTYPE = re.compile(r"[<>|][biufcSU]\d{1,9}")
+_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")
 
 
 class NotSent:
@@ -157,9 +157,9 @@ class _Body:
         kind, n = np.dtype(dtype), 1
         for each in shape:
             n *= each if type(each) is int and 0 <= each <= MAX_BODY else MAX_BODY
-        if len(shape) > 64 or n * max(kind.itemsize, 1) > len(self._data) - self._at + 1:  # + 1: a text may be empty
+        if len(shape) > 64 or n * kind.itemsize > len(self._data) - self._at:
             raise ValueError(f"an array of {min(n, MAX_BODY)} {kind} does not fit its message")
-        if not n or not kind.itemsize:
+        if not n:
             return np.zeros(shape, kind)
         found = np.frombuffer(self._data, kind, n, self._at).reshape(shape).copy()
         self._at += found.nbytes
