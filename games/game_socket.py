@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.games.game_process import GameProcess
 
 _AT_ONCE = 1 << 16
-_END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
+_END_SECONDS = 1.0  # the connection of a game that ends closes before its exit code is there
 _WATCH_SECONDS = 5.0
 _LONGEST_LINE = 64 << 20  # bytes
 
@@ -49,8 +49,6 @@ class GameSocket:
         """
         if self._poll(0):
             self._refuse(self._more(_AT_ONCE, time.monotonic() + self._timeout))
-        if self._max_rss and time.monotonic() > self._watch_at:
-            self._watch_memory()
         self.send(line)
         return self.receive_line()
 
@@ -72,7 +70,9 @@ class GameSocket:
         return bytes(parts[:-1])
 
     def send(self, data: bytes) -> None:
-        """Send `data`. It does not wait for a reply."""
+        """Send `data`. It does not wait for a reply. Raises `GameError` too if the game uses far too much memory."""
+        if self._max_rss and time.monotonic() > self._watch_at:
+            self._watch_memory()
         try:
             self._send(data)
         except OSError as error:

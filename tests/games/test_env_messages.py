@@ -34,7 +34,7 @@ arrays = st.builds(
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers())
 keys = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
 values: Any = st.recursive(
-    st.one_of(leaves, arrays, arrays.map(lambda array: array.dtype.type(True if array.dtype.kind == 'b' else '1'))),
+    st.one_of(leaves, arrays, arrays.map(lambda array: array.dtype.type(True if array.dtype.kind == "b" else "1"))),
     lambda parts: st.one_of(st.lists(parts), st.lists(parts).map(tuple), st.dictionaries(keys, parts)),
     max_leaves=8,
 )
