@@ -31,8 +31,6 @@ from penstock.games.host import INLINE, PREFIX, decoded, encoded, length
 # Each environment has its process, and others have the other CPUs.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _STACK_SECONDS = 0.5  # at most, until the stack of a hang is printed
-# What a broken message raises.
-_BROKEN = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, AssertionError)
 
 
 class EnvProcess(gym.Env[Any, Any]):
@@ -162,8 +160,7 @@ class EnvProcess(gym.Env[Any, Any]):
     @property
     def pid(self) -> int:
         """The id of the environment's process. `reset` may change it."""
-        if self._channel is None:
-            self._connect()
+        self._require_connected()
         return self._pid
 
     # ---- the process ---------------------------------------------------------------------------
@@ -172,6 +169,13 @@ class EnvProcess(gym.Env[Any, Any]):
         if self._game is None:
             raise SamplerStateError("this EnvProcess is closed: make a new one")
         return self._game
+
+    def _require_connected(self) -> None:
+        if self._has_failed:
+            raise SamplerStateError("the process of this EnvProcess has failed: call reset, which starts it again")
+        _ = self._open().pid  # raises in a fork of this process, which must not take the connection
+        if self._channel is None:
+            self._connect()
 
     def _connect(self) -> None:
         game = self._open()
@@ -190,22 +194,18 @@ class EnvProcess(gym.Env[Any, Any]):
             found = [_space(text) for text in texts]
             self._pid = pid if pid in game._require_started().members() else game.pid
             for name, space in zip(("observation_space", "action_space"), found, strict=True):
-                if (given := getattr(self, name, space)) != space:
-                    raise SpaceError(f"{name}: the environment has {space}, but `spaces` of EnvProcess says {given}")
-                setattr(self, name, space)
+                if (known := getattr(self, name, space)) != space:
+                    raise SpaceError(f"{name}: the environment has {space}, but `spaces` of EnvProcess says {known}")
+                setattr(self, name, known)  # a user may have seeded it
         except SpaceError:
             self._lose()
             raise
-        except _BROKEN as error:
+        except Exception as error:  # of many classes: it may have sent anything
             raise self._lost(game.error(f"sent no spaces: {type(error).__name__}: {brief(str(error))}")) from None
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Ask the environment, and return its answer."""
-        if self._has_failed:
-            raise SamplerStateError("the process of this EnvProcess has failed: call reset, which starts it again")
-        _ = self._open().pid  # raises in a fork of this process, which must not take the connection
-        if self._channel is None:
-            self._connect()
+        self._require_connected()
         if self._wanted:
             self._share(self._wanted)
         try:
@@ -233,8 +233,8 @@ class EnvProcess(gym.Env[Any, Any]):
             headline, trace = map(str, answer)
         except GameError as error:
             raise self._lost(error, name) from None
-        except _BROKEN as error:
-            what = f"sent a broken message: {type(error).__name__}: {brief(str(error))}"
+        except (ValueError, TypeError) as error:
+            what = f"sent a broken message: {brief(str(error))}"
             raise self._lost(game.error(what), name) from None
         except BaseException:  # Ctrl-C: a late answer would be taken for the next one
             self._lose()
@@ -253,16 +253,19 @@ class EnvProcess(gym.Env[Any, Any]):
             mapped, first = mmap.mmap(fd, size), secrets.token_bytes(16)
             mapped[: len(first)] = first
             self._can_share = self._ask("map", f"/proc/{os.getpid()}/fd/{fd}", size, first) is True
-            self._memory = np.frombuffer(mapped, np.uint8) if self._can_share else None
+            if self._can_share:
+                self._memory = np.frombuffer(mapped, np.uint8)
+        except OSError:  # there is no memory left
+            self._can_share = False
         finally:
             os.close(fd)
 
     def _lost(self, error: GameError, name: str = "") -> GameError:
         """The process is ended. Returns the error for this. If the process hangs, it first prints its stack."""
         game, text = self._open(), str(error)
-        if not game.exit_text() and " within reply_timeout=" in text:
+        if self._pid and not game.exit_text() and " within reply_timeout=" in text:
             n_before, until = -1, time.monotonic() + _STACK_SECONDS
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 os.kill(self._pid, signal.SIGUSR1)
             while len(now := game.output(1 << 16)) != n_before and time.monotonic() < until:
                 n_before = len(now)
@@ -278,7 +281,7 @@ class EnvProcess(gym.Env[Any, Any]):
         self._disconnect()
 
     def _disconnect(self) -> None:
-        self._memory, self._wanted = None, 0
+        self._memory, self._wanted, self._pid = None, 0, 0
         if self._channel is not None:
             self._channel.close()
         self._channel = None

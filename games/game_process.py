@@ -174,8 +174,8 @@ class GameProcess:
             in a file without a name.
         renew_every: `end_episode` starts the game again after so many episodes.
         max_rss: bytes, or text such as "4 GB": `end_episode` starts the game again if all its processes use more. In an
-            episode, only `request` of the connection looks at the memory, every 5 s. With more than twice as much, it
-            raises `GameError`.
+            episode, only `request` and `send` of the connection look at the memory, every 5 s. With more than twice as
+            much, they raise `GameError`.
         spares: how many started games to keep in reserve, for this command and in this process.
         environ: environment variables of the game, besides those of this process.
         inherit_env: names of the variables that it gets from this process, such as `["PATH", "HOME"]`: so it does not

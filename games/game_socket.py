@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _Socket = socket.socket  # `GameSocket.socket` has its name
 _AT_ONCE = 1 << 16
-_END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
+_END_SECONDS = 1.0  # the connection of a game that ends closes before its exit code is there
 _WATCH_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # of waiting, after which it looks whether the game has ended: a fork may hold its connection
 _LONGEST_LINE = 64 << 20  # bytes
@@ -75,8 +75,6 @@ class GameSocket:
         """
         if self._poll(0):
             self._refuse(self._more(_AT_ONCE, time.monotonic() + self._timeout))
-        if self._max_rss and time.monotonic() > self._watch_at:
-            self._watch_memory()
         self.send(line)
         return self.receive_line()
 
@@ -101,7 +99,9 @@ class GameSocket:
         return bytes(parts[:-1])
 
     def send(self, data: bytes) -> None:
-        """Send `data`. It does not wait for a reply."""
+        """Send `data`. It does not wait for a reply. Raises `GameError` too if the game uses far too much memory."""
+        if self._max_rss and time.monotonic() > self._watch_at:
+            self._watch_memory()
         try:
             sent = self._send(data, self._how)
         except BlockingIOError:

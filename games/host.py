@@ -29,7 +29,7 @@ import numpy as np
 PREFIX = struct.Struct("<IIB")  # bytes of the header, bytes of the arrays, whether these are in the shared memory
 INLINE = 1 << 16  # bytes of arrays that follow the header even if there is a shared memory
 MAX_HEADER, MAX_BODY = 64 << 20, 1 << 30  # bytes
-_DTYPE = re.compile(r"[<>|][biufcSU]\d{1,9}")
+_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")
 
 
 class NotSent:
@@ -73,16 +73,16 @@ def length(prefix: Any) -> int:
 
 
 def decoded(data: Any, memory: Any = None) -> Any:
-    """The value of the message `data`. Its arrays are copies.
-
-    If `data` is no message, this raises `ValueError` or a class below it, `TypeError` or `RecursionError`.
-    """
-    header, size, is_in_memory = PREFIX.unpack_from(data)
-    start, end = PREFIX.size + header, length(data)
-    if len(data) < end or (is_in_memory and (memory is None or size > len(memory))):
-        raise ValueError("the message is cut")
-    body = memory[:size] if is_in_memory else memoryview(data)[start:end]
-    return _Body(body).value(json.loads(bytes(data[PREFIX.size : start]).decode()))
+    """The value of the message `data`. Its arrays are copies. Raises `ValueError` if `data` is no message."""
+    try:
+        header, size, is_in_memory = PREFIX.unpack_from(data)
+        start, end = PREFIX.size + header, length(data)
+        if len(data) < end or (is_in_memory and (memory is None or size > len(memory))):
+            raise ValueError("it is cut")
+        body = memory[:size] if is_in_memory else memoryview(data)[start:end]
+        return _Body(body).value(json.loads(bytes(data[PREFIX.size : start]).decode()))
+    except Exception as error:  # of many classes, such as RecursionError
+        raise ValueError(f"no message: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 def _check_sizes(header: int, size: int) -> None:
@@ -157,9 +157,9 @@ class _Body:
         kind, n = np.dtype(dtype), 1
         for each in shape:
             n *= each if type(each) is int and 0 <= each <= MAX_BODY else MAX_BODY
-        if len(shape) > 64 or n * max(kind.itemsize, 1) > len(self._data) - self._at + 1:  # + 1: a text may be empty
-            raise ValueError(f"an array of {n} {kind} does not fit its message")
-        if not n or not kind.itemsize:
+        if len(shape) > 64 or n * kind.itemsize > len(self._data) - self._at:
+            raise ValueError(f"an array of {min(n, MAX_BODY)} {kind} does not fit its message")
+        if not n:
             return np.zeros(shape, kind)
         found = np.frombuffer(self._data, kind, n, self._at).reshape(shape).copy()
         self._at += found.nbytes

@@ -32,7 +32,7 @@ from penstock.evaluation import evaluate
 from penstock.games import EnvProcess
 from penstock.vector import Sb3VecEnv, ShmVectorEnv
 
-from ..scale import pairs, scaled
+from ..scale import scaled
 from ..support import PROGRAMS, until
 from . import own_envs_support
 from .games_support import SAMPLERS
@@ -155,10 +155,15 @@ def against_loop(batches: list[Any], make: Any, *, renews: bool) -> int:
     return n_cells
 
 
+#: After how many episodes a process is renewed, and how many workers there are.
+ALL_TURNS = list(product((None, 1, 2, 3, 10**6), (1, 2, 3)))
+SOME_TURNS = [(10**6, 1), (1, 2), (3, 1), (2, 3), (None, 2)]
+
+
 @pytest.mark.filterwarnings("ignore:.*did not exit while resetting:RuntimeWarning")  # an `AsyncSampler` works ahead
 @pytest.mark.parametrize(
     ("cls", "every", "n_workers"),
-    [(cls, *how) for cls, how in pairs(SAMPLERS, product((None, 1, 2, 3, 10**6), (1, 2, 3)))],
+    [(cls, *how) for cls, how in scaled(product(SAMPLERS, ALL_TURNS), zip(SAMPLERS, SOME_TURNS, strict=True))],
 )
 def test_one_batch_whatever_the_sampler_and_the_turn_of_renewal(cls: Any, every: int | None, n_workers: int) -> None:
     options = {} if cls is SerialSampler else {"n_workers": max(n_workers, 2 if cls is AlternatingSampler else 1)}
@@ -176,7 +181,11 @@ def test_a_process_is_renewed_after_its_episodes_and_none_stays() -> None:
     pids = [env.reset(seed=k)[1]["pid"] for k in range(8)]
     assert [len(set(pids[k : k + 3])) for k in (0, 3, 6)] == [1, 1, 1]
     assert len(set(pids)) == 3
+    env.action_space.seed(1)
+    found = [(env.action_space.sample(), env.reset())[0] for _ in range(4)]  # the renewal leaves the spaces as they are
     env.close()
+    env.action_space.seed(1)
+    assert found == [env.action_space.sample() for _ in range(4)]
     assert not any(map(psutil.pid_exists, pids))
 
 

@@ -109,7 +109,7 @@ def test_render_and_reset_may_raise() -> None:
         ("kill", "ended with SIGKILL"),
         ("segv", r"ended with SIGSEGV(?s:.*)Segmentation fault(?s:.*) in do_segv\b"),
         ("closes", r"^in step, the environment .* (ended with|closed the connection)"),
-        ("junk", r"^in step, the environment \(.*\) sent a broken message: ValueError: 'a message of 1,802,401,130 by"),
+        ("junk", r"^in step, the environment \(.*\) sent a broken message: 'a message of 1,802,401,130 by"),
     ],
 )
 def test_an_end_is_named_at_once(how: str, says: str) -> None:
@@ -197,18 +197,25 @@ def test_with_spaces_the_first_reset_names_it_and_the_next_one_tries_again(tmp_p
     env.close()
 
 
-def test_another_program_that_connects_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sends", "says"),
+    [
+        (b"y" * 40, "was not the first at its port: another program connected"),
+        (b"", "sent no reply within step_timeout=0.5 s"),
+    ],
+)
+def test_another_program_that_connects_first_is_named(monkeypatch: pytest.MonkeyPatch, sends: bytes, says: str) -> None:
     kept: list[socket.socket] = []
 
     def create(*arguments: Any, server: Any = socket.create_server, **how: Any) -> Any:
         listener = server(*arguments, **how)
         kept.append(socket.create_connection(arguments[0]))
-        kept[0].sendall(b"y" * 40)
+        kept[0].sendall(sends)
         return listener
 
     monkeypatch.setattr(game_process.socket, "create_server", create)
-    with pytest.raises(GameError, match="was not the first at its port: another program connected"):
-        own("Numbers")
+    with pytest.raises(GameError, match=says):
+        own("Numbers", step_timeout=0.5)
     kept[0].close()
 
 
@@ -283,6 +290,12 @@ def test_a_fork_of_the_learner_cannot_use_it() -> None:
     assert exit_code_of_fork(in_the_fork) == 0
     assert_equal(env.step(0), local.step(0))
     env.close()
+
+
+def test_far_too_much_memory_within_an_episode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.games.game_socket._WATCH_SECONDS", 0.0)
+    with pytest.raises(GameError, match=r"^the environment .* more than twice max_rss=0.01 GB, in an episode"):
+        own("Numbers", max_rss="10 MB")
 
 
 def test_nothing_grows_from_one_environment_to_the_next() -> None:

@@ -126,6 +126,26 @@ class Global(Numbers):
         return np.array([np.random.rand(), random.random(), 0, 0], np.float32)
 
 
+class Counted(Numbers):
+    """Observation: the time step, and the sum of the actions before it. The reward of a step has both numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(shape=(2,))
+        self.observation_space, self.total = S.Box(-99, 99, (2,), np.float32), 0
+
+    def look(self) -> Any:
+        return np.array([self.k, self.total], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.total = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        self.total += int(action)
+        observation, _, *others = super().step(action)
+        return (observation, 10.0 * self.k + int(action), *others)
+
+
 class Leak(Numbers):
     """Keeps 1 MB of each episode."""
 
