@@ -385,11 +385,13 @@ class RunningExperiment(Closing):
 
     def close(self) -> None:
         """End all workers. A trainer ends its step and saves itself before, for which it has `close_timeout` seconds.
-        Calling it again does nothing.
+        Calling it again does nothing, and nor does a call in a fork of its process.
 
         Raises `ClusterError` if a trainer fails meanwhile, for example because its last checkpoint cannot be written,
         or if it had to be killed: then the error says which versions are lost.
         """
+        if not self.panel.is_own:
+            return
         trainers = [name for name in self._up_since if name.startswith("trainer/")]
         figures = self.panel.names.newest("figures/trainer/0")
         self.panel.close(longer=dict.fromkeys(trainers, self._close_timeout), hang_timeout=self._hang_timeout)

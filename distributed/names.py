@@ -204,6 +204,10 @@ class NameClient:
     def _reach(self) -> Peer:
         return self._wire.reach(self._address, INBOX, lost_after=float("inf"))
 
+    def require_own(self) -> None:
+        """Raise `ClusterError` in a fork of the process that has made the wire."""
+        self._wire.require_own()
+
     @property
     def version(self) -> int:
         """Grows with each change of the names that are followed."""
@@ -225,6 +229,7 @@ class NameClient:
         `value` cannot be sent or has more than 64 KiB.
         """
         packed = _packed(key, value)
+        self.require_own()
         self._call("add", key=key, value=packed, owner=self._wire.id, lasting=lasting, replace=replace)
         self._entries[key] = (packed, lasting)
 
@@ -235,6 +240,7 @@ class NameClient:
     def write(self, key: str, value: object, *, at_once: bool = False) -> None:
         """Add or change a name of this node, and do not wait for it: it goes with the next beat, or at once. Raises
         `BadMessageError` if `value` cannot be sent or has more than 64 KiB."""
+        self.require_own()
         self._entries[key] = (_packed(key, value), False)
         if at_once:
             self._beat_soon()
@@ -242,6 +248,7 @@ class NameClient:
     def flush(self, timeout: float) -> bool:
         """Wait until the table has what `write` was called with, and `followed` what the table has, for `timeout`
         seconds. Returns whether they have."""
+        self.require_own()
         wire = self._wire
         with self._changed:
             number = self._n_begun + 1
@@ -252,6 +259,7 @@ class NameClient:
 
     def delete(self, key: str) -> bool:
         """Delete a name that this node has added."""
+        self.require_own()
         self._entries.pop(key, None)
         return bool(self._call("delete", key=key, owner=self._wire.id))
 
@@ -315,6 +323,7 @@ class NameClient:
 
     def follow(self, root: str) -> None:
         """From now on, `followed` knows the names at `root` and below. Waits until it does."""
+        self.require_own()
         if self._own is not None:
             return
         with self._changed:
@@ -332,11 +341,13 @@ class NameClient:
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
+        self.require_own()
         return below(self._found if self._own is None else self._own.entries, root)
 
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist, or its
         value is no message."""
+        self.require_own()
         entry: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
         if entry is None:
             self._values.pop(key, None)

@@ -212,6 +212,7 @@ class ControlPanel(Closing):
 
     def require_alive(self, worker_name: str) -> None:
         """Raise `ClusterError` if this worker was launched here, and has ended."""
+        self._wire.require_own()
         ending = self._ending(worker_name)
         if ending is not None:
             final = self._final(worker_name)
@@ -270,6 +271,7 @@ class ControlPanel(Closing):
             kwargs: the same for all, or a list with one for each worker, in the order of `names`, or of
                 `worker_names`: `worker/10` comes after `worker/9`.
         """
+        self._wire.require_own()
         try:
             pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"))
         except re.error as error:
@@ -371,6 +373,7 @@ class ControlPanel(Closing):
 
     def has_ended(self, worker_name: str) -> bool:
         """Whether a worker that this panel has launched has ended. Then another one can have its name."""
+        self._wire.require_own()
         return worker_name not in self._launched or self._launched[worker_name].ending() is not None
 
     def stacks(self, worker_name: str) -> str:
@@ -401,6 +404,7 @@ class ControlPanel(Closing):
         return None if worker is None else worker.ending()
 
     def _own(self, name: str) -> Launched:
+        self._wire.require_own()
         if name not in self._launched:
             raise ClusterError(f"this panel has launched no worker {name!r}: panel.worker_names lists the workers")
         return self._launched[name]
@@ -409,14 +413,14 @@ class ControlPanel(Closing):
         self, timeout: float = 5.0, *, longer: Mapping[str, float] | None = None, hang_timeout: float = 60.0
     ) -> None:
         """Let all workers exit, kill the launched ones that take too long, and close the wire. Calling it again does
-        nothing.
+        nothing, and nor does a call in a fork of its process.
 
         Args:
             timeout: seconds that a worker may take.
             longer: more seconds for some workers, by name. One that is silent for `hang_timeout` seconds is killed
                 earlier.
         """
-        if self._closing.is_set():
+        if not self.is_own or self._closing.is_set():
             return
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
         if self._start is not None:  # those that have joined end too: the trial ends with its panel
@@ -475,7 +479,13 @@ class ControlPanel(Closing):
         if loses:
             self.failed_at_end[name] = f"it has not ended within {seconds:.0f} s, so {what}"
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made it. A fork of that process cannot use it: its calls raise `ClusterError`."""
+        return not self._wire.left
+
     def _check_open(self) -> None:
+        self._wire.require_own()
         if self._closing.is_set():
             raise ClusterError("this control panel was closed: make another one")
 

@@ -55,8 +55,9 @@ class RpcServer(Closing):
     def handle_requests(self, timeout: float = 0.0) -> int:
         """Wait at most `timeout` seconds for a request, and answer all that wait. Returns how many.
 
-        Raises `ClusterError` if the server was closed before.
+        Raises `ClusterError` if the server was closed before, and in a fork of its process.
         """
+        self._wire.require_own()
         if self._wire.is_closed:
             raise ClusterError("this server was closed: make another one")
         call, n = self._inbox.receive(seconds("timeout", timeout, zero=True)), 0

@@ -36,6 +36,7 @@ class Inboxes:
 
     def live(self) -> list[Peer]:
         """Peers for them, sorted by name. One that was lost is tried again every half second."""
+        self._names.require_own()
         with self._lock:
             if self._version < 0:
                 self._names.follow(self._root)
@@ -80,7 +81,9 @@ class NamedInbox:
             raise
 
     def close(self) -> None:
-        """Answer no more, and delete the name."""
+        """Answer no more, and delete the name. In a fork of its process it does nothing."""
+        if self._inbox.node.left:
+            return
         self._inbox.close()
         with contextlib.suppress(PeerLostError, NoReplyError):  # the name table has ended, and the name with it
             self._names.delete(self._key)

@@ -34,6 +34,7 @@ from penstock.buffers.reports import format_exception
 from penstock.distributed.messages import BadMessageError, decode, describe, encode, packer, sendable
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.workers import sigint
+from penstock.workers.forks import leave_in_forks
 
 if TYPE_CHECKING:
     from penstock.distributed.keys import Connection
@@ -134,6 +135,15 @@ class Peer:
         for future, *_ in requests.values():
             future.set_exception(PeerLostError(self._lost))
 
+    def leave_to_parent(self, reason: str) -> None:
+        """In a fork, which has no thread that could end these requests."""
+        self._lost, requests = f"{self.name} is lost: {reason}", [*self._requests.values()]
+        self._requests = {}
+        for request in requests:
+            vars(request).update(_condition=threading.Condition(), _done_callbacks=[])  # the parent calls these
+            if not request.done():
+                request.set_exception(PeerLostError(self._lost))
+
     # ---- in the node's thread --------------------------------------------------------------
 
     def send(self, *numbers: int) -> None:
@@ -190,6 +200,7 @@ class Call:
 
     def reply_packed(self, packed: list[Any], kind: int = REPLY) -> None:
         """Send what `pack_once` has: many replies may share it."""
+        self._inbox.node.require_own()
         with sigint.deferred():
             if self.is_answered:
                 raise ClusterError(f"inbox {self._header[2]}: this request was answered already")
@@ -238,6 +249,7 @@ class Inbox:
 
     def receive(self, timeout: float | None = None) -> Call | None:
         """The next request, or None after `timeout` seconds, or if the inbox was closed."""
+        self.node.require_own()
         with contextlib.suppress(queue.Empty):
             if not self.is_closed:
                 return self._calls.get(timeout != 0, timeout)
@@ -245,6 +257,8 @@ class Inbox:
 
     def close(self) -> None:
         """Accept no more requests. Senders of those without a reply learn that the inbox is gone."""
+        if self.node.left:
+            return
         self.is_closed = True
         with self.node.lock:
             self.node.inboxes.pop(self.name, None)
@@ -281,6 +295,7 @@ class Node:
     def __init__(self, keys: Connection, host: str, port: int) -> None:
         integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
         self.id, self.lock, self._keys, self.is_closed = uuid.uuid4().hex[:12], threading.RLock(), keys, False
+        self.left = ""  #: in a fork of the process that it belongs to: why it cannot be used
         #: Seconds that pass while this process runs: those in which it was suspended do not count.
         self.clock = 0.0
         self.on_tick: list[Callable[[float], None]] = []
@@ -305,6 +320,7 @@ class Node:
         self.address: str = endpoint.decode()  #: where others reach this node
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
         self._thread.start()
+        leave_in_forks(self)
 
     def _open_sockets(self, endpoint: str) -> None:
         keys, router, caller = self._keys, self._router, self._caller
@@ -333,6 +349,7 @@ class Node:
 
     def open(self, name: str, handler: Callable[[Call], None] | None = None, *, repeatable: bool = False) -> Inbox:
         """Open an inbox, as `Inbox` explains. Raises `ClusterError` if this node has one of this name."""
+        self.require_own()
         with self.lock:
             if name in self.inboxes or self.is_closed:
                 raise ClusterError(f"this wire {'is closed' if self.is_closed else f'has an inbox {name!r} already'}")
@@ -343,6 +360,7 @@ class Node:
         """The inbox `name` at `address`, of the node whose id is `target` ("": the node that has the address now). It
         counts as lost after `lost_after` seconds without a connection. Raises `PeerLostError` if this node is
         closed."""
+        self.require_own()
         with self.lock:
             if self.is_closed:  # nothing would end the requests of this peer
                 raise PeerLostError(f"{name} is lost: this wire was closed")
@@ -352,7 +370,10 @@ class Node:
         return peer
 
     def close(self) -> None:
-        """Close the inboxes, fail the requests that wait, and end the thread. Calling it again does nothing."""
+        """Close the inboxes, fail the requests that wait, and end the thread. Calling it again does nothing, and nor
+        does a call in a fork of its process."""
+        if self.left:
+            return
         with self.lock:
             for inbox in list(self.inboxes.values()):
                 inbox.close()
@@ -363,6 +384,19 @@ class Node:
             self._thread.join()
         for peer in list(self._peers.values()):
             peer.lose("this wire was closed")
+
+    def leave_to_parent(self, pid: int) -> None:
+        """This process is a fork of process `pid`, which has the thread and the sockets."""
+        self.left = f"this wire belongs to process {pid}, of which this process is a fork: make a new one here, with "
+        self.left += "the connection file"
+        self.lock, self.is_closed = threading.RLock(), True
+        for peer in list(self._peers.values()):
+            peer.leave_to_parent(self.left)
+
+    def require_own(self) -> None:
+        """Raise `ClusterError` in a fork of the process that has made this node."""
+        if self.left:
+            raise ClusterError(self.left)
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call `function` soon, in the node's thread."""

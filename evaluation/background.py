@@ -60,6 +60,7 @@ class RunningEvaluation:
     @property
     def is_done(self) -> bool:
         """Whether it has ended, so that `wait` returns at once."""
+        self._require_own("is_done")
         if self._outcome is None and self._lock.acquire(blocking=False):
             try:
                 return self._outcome is not None or self._process.join(0) is not None
@@ -72,8 +73,9 @@ class RunningEvaluation:
 
         Raises what `evaluate` has raised there; `WorkerError` if that is no `Exception`, as `SystemExit`, or cannot be
         pickled; `WorkerDiedError` if the process was killed; `WaitTimeoutError`, also a `TimeoutError`, after `timeout`
-        seconds: then it continues; and `SamplerStateError` after `cancel`.
+        seconds: then it continues; and `SamplerStateError` after `cancel`, or in a fork of this process.
         """
+        self._require_own("wait")
         left = -1.0 if timeout is None else min(seconds("timeout", timeout, zero=True), threading.TIMEOUT_MAX)
         until, messages = time.monotonic() + left, list[str]()
         late = WaitTimeoutError(f"the evaluation has not ended within timeout={timeout} s: it continues")
@@ -93,6 +95,13 @@ class RunningEvaluation:
             raise self._outcome
         assert self._outcome is not None
         return self._outcome
+
+    def _require_own(self, call: str) -> None:
+        if os.getpid() != self._owner:
+            raise SamplerStateError(
+                f"{call} was called in process {os.getpid()}, a fork of process {self._owner}, to which this "
+                "evaluation belongs: start one in this process"
+            )
 
     def _finish(self, exitcode: int | None) -> list[str]:
         """Read what the process has written, and release it. Returns its warnings."""

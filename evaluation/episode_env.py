@@ -20,7 +20,7 @@ from penstock.envs import EnvContext
 from penstock.envs.checks import checked_reset, checked_step, reset_with
 from penstock.envs.direct_steps import flat_step_of
 from penstock.envs.rows import action_splitter
-from penstock.errors import GameError, PenstockError, SpaceError
+from penstock.errors import EnvCallError, GameError, PenstockError, SpaceError
 from penstock.evaluation.jobs import EvaluationPlan, Job, is_true, leaves_of, plain
 from penstock.evaluation.policies import Player, make_player, one_row
 from penstock.evaluation.proof import ObservationMarks, Trace
@@ -96,7 +96,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
             note = self._play()
         except _PolicyError as error:
             note = "policy raised", dump_exception_by_value(error.exception)
-        except (GameError, _UnfitError) as error:
+        except (GameError, EnvCallError, _UnfitError) as error:
             note = self._raised(error)
         except PenstockError:
             raise

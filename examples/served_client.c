@@ -1,4 +1,4 @@
-/* The client of a game that is in charge, for protocol 1 of penstock's ServedGame, in C without libraries.
+/* The client of a game that is in charge, for protocol 2 of penstock's ServedGame, in C without libraries.
 
        cc -O2 -o served_client served_client.c && ./served_client PORT EPISODES
 
@@ -69,7 +69,7 @@ static int served_connect_once(Served *s) {
     int failed = connect(s->socket, found->ai_addr, found->ai_addrlen), yes = 1;
     freeaddrinfo(found);
     setsockopt(s->socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-    snprintf(hello, sizeof hello, "{\"hello\": 1, \"token\": \"%s\"%s%s%s}\n", s->token,
+    snprintf(hello, sizeof hello, "{\"hello\": 2, \"token\": \"%s\"%s%s%s}\n", s->token,
              s->session[0] ? ", \"session\": \"" : "", s->session, s->session[0] ? "\"" : "");
     if (failed || !served_exchange(s, hello)) {
         close(s->socket);

@@ -1,4 +1,4 @@
-# The client of a game that is in charge, for protocol 1 of penstock's ServedGame, in GDScript (Godot 3).
+# The client of a game that is in charge, for protocol 2 of penstock's ServedGame, in GDScript (Godot 3).
 #
 #     godot3-server --script served_client.gd
 #
@@ -14,7 +14,7 @@ class Served:
 	var seed_of_episode = 0
 	var failed = ""  # why this client has stopped
 	var _peer = StreamPeerTCP.new()
-	var _hello = {"hello": 1}
+	var _hello = {"hello": 2}
 	var _n = 0
 	var _port
 

@@ -1,4 +1,4 @@
-"""The client of a game that is in charge, for protocol 1 of penstock's ServedGame. Needs only Python: copy this file.
+"""The client of a game that is in charge, for protocol 2 of penstock's ServedGame. Needs only Python: copy this file.
 
 client = Client(port)                     # or Client(), if the learner has started this program
 while playing:
@@ -11,6 +11,9 @@ while playing:
             break
         action = client.act(obs, reward)
 client.bye()
+
+An observation is a number, a list of numbers, an array (of numpy, `array.array`, or bytes), or a dict or list of these.
+Arrays are sent as they are in memory. An action has numbers, lists and dicts.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import time
 from typing import Any
 
@@ -43,7 +47,12 @@ class Client:
         wait: float = 60.0,
     ) -> None:
         self.address = (host, port or int(os.environ["PENSTOCK_PORTS"].split(",")[0]))
-        self.hello = {"hello": 1, "token": token or os.environ.get("PENSTOCK_TOKEN"), "spaces": spaces or {}}
+        self.hello = {
+            "hello": 2,
+            "format": "raw",
+            "token": token or os.environ.get("PENSTOCK_TOKEN"),
+            "spaces": spaces or {},
+        }
         self.wait, self.n = wait, 0
         self.socket: socket.socket | None = None
         self.seed: int = self._ask(None)["seed"]  #: of the next episode
@@ -101,21 +110,70 @@ class Client:
     def _connect(self) -> dict[str, Any]:
         self.socket = socket.create_connection(self.address)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.lines = self.socket.makefile("r", encoding="utf-8")
-        self._send(self.hello)
-        welcome = self._reply()
+        self.file = self.socket.makefile("rb")
+        self.socket.sendall(json.dumps(self.hello).encode() + b"\n")  # hello and welcome are lines of JSON
+        line = self.file.readline()
+        welcome = self._checked(json.loads(line) if line.endswith(b"\n") else None)
         self.hello["session"] = welcome["session"]
         return welcome
 
     def _send(self, message: dict[str, Any]) -> None:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
+        arrays: list[bytes] = []
+        header = json.dumps(_plain(message, arrays)).encode()
+        self.socket.sendall(b"".join([PREFIX.pack(len(header), sum(map(len, arrays)), 0), header, *arrays]))
 
     def _reply(self) -> dict[str, Any]:
-        line = self.lines.readline()
-        if not line.endswith("\n"):
+        prefix = self.file.read(PREFIX.size)
+        if len(prefix) < PREFIX.size:
+            return self._checked(None)
+        n_header, n_arrays, _ = PREFIX.unpack(prefix)
+        header, arrays = self.file.read(n_header), self.file.read(n_arrays)
+        is_whole = len(header) + len(arrays) == n_header + n_arrays
+        return self._checked(_value(json.loads(header), [arrays]) if is_whole else None)
+
+    def _checked(self, reply: Any) -> dict[str, Any]:
+        if reply is None:
             raise ConnectionResetError("the learner has closed the connection")
-        reply = json.loads(line)
         if "error" in reply:
             self.socket.close()
             raise Refused(reply["error"])
         return dict(reply)
+
+
+PREFIX = struct.Struct("<IIB")  # bytes of the header, bytes of all arrays, 0
+KINDS = {**dict.fromkeys("bhilq", "i"), **dict.fromkeys("BHILQ", "u"), **dict.fromkeys("efd", "f"), "?": "b"}
+FORMATS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
+FORMATS.update({"f4": "f", "f8": "d"})
+
+
+def _plain(value: Any, arrays: list[bytes]) -> Any:
+    """`value` as it stands in the header. The bytes of its arrays are appended to `arrays`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {"d": {name: _plain(part, arrays) for name, part in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part, arrays) for part in value]
+    view = memoryview(value)  # of an array
+    if not view.shape:
+        return view.tolist()  # a number of numpy
+    arrays.append(view.tobytes())
+    order = ">" if view.format.startswith(">") else "<" if view.itemsize > 1 else "|"
+    return {"a": [f"{order}{KINDS[view.format[-1]]}{view.itemsize}", list(view.shape)]}
+
+
+def _value(plain: Any, rest: list[bytes]) -> Any:
+    """What `plain` of a header stands for. It takes its arrays from the beginning of `rest[0]`."""
+    if isinstance(plain, list):
+        return [_value(part, rest) for part in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, found),) = plain.items()
+    if kind == "d":
+        return {name: _value(part, rest) for name, part in found.items()}
+    dtype, shape = found  # an array
+    n = int(dtype[2:])
+    for size in shape:
+        n *= size
+    data, rest[0] = rest[0][:n], rest[0][n:]
+    return memoryview(data).cast(FORMATS[dtype[1:]], shape).tolist()

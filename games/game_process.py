@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import logging
 import os
 import re
 import select
 import socket
-import tempfile
 import threading
 import time
 import warnings
@@ -17,13 +15,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import psutil
 
 from penstock.arguments import integer, seconds, true_or_false
 from penstock.envs.factory import announce_end, while_rebuilding
 from penstock.errors import ConfigError, GameError, brief
+from penstock.games.game_log import GameLog
 from penstock.games.game_socket import GameSocket
 from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases, users_of
 from penstock.workers import sigint
@@ -39,7 +38,6 @@ _START_TRIES = 3  # if other programs take its port
 _FIRST_PAUSE = 0.002  # seconds between two looks at a game that starts
 _LONGEST = 1e6  # seconds; the system has a limit too
 _KILL_SECONDS = 1.0  # until a killed game is gone
-_KEPT_LOG = 1 << 20  # bytes of a log without a name
 _MOST_QUOTED = 8_000  # bytes of output in an error: a worker's error is sent with at most 16 kB
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")  # ${name} is for a shell
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -66,8 +64,7 @@ class _Run:
     leases: PortLeases | None = None
     listeners: list[socket.socket] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
-    output: IO[bytes] | None = None
-    output_start: int = 0  #: the size that its log file had before
+    output: GameLog | None = None
     began: float = 0.0  #: by `time.monotonic`
     is_ready: bool = False
 
@@ -172,16 +169,19 @@ class GameProcess:
         stop_timeout: seconds that `quit` may take, that the game has to end after it, and again after SIGTERM. Then all
             its processes are killed. If `quit` takes longer, they are killed at once.
         log_lines: most lines of the game's output that an error quotes.
-        log_file: where to append the output, `{port}` included; None keeps the end of it in a file without a name.
+        log_file: where to append the output, `{port}` included. This file is never cut: it grows for as long as the
+            game prints. None keeps the newest MiB of the output, and at times what it prints in a quarter of a second,
+            in a file without a name.
         renew_every: `end_episode` starts the game again after so many episodes.
         max_rss: bytes, or text such as "4 GB": `end_episode` starts the game again if all its processes use more. In an
-            episode, only `request` of the connection looks at the memory, every 5 s. With more than twice as much, it
-            raises `GameError`.
+            episode, only `request` and `send` of the connection look at the memory, every 5 s. With more than twice as
+            much, they raise `GameError`.
         spares: how many started games to keep in reserve, for this command and in this process.
         environ: environment variables of the game, besides those of this process.
         inherit_env: names of the variables that it gets from this process, such as `["PATH", "HOME"]`: so it does not
             get keys of a cloud. None: all.
         cwd: the folder of the game.
+        stdin: what each start of the game can read there.
 
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
     """
@@ -190,6 +190,7 @@ class GameProcess:
     _pool: _Spares | None = None
     _quit: Callable[[GameProcess], object] | None = None
     _sockets: list[GameSocket]
+    word = "game"  #: what its errors call it
     renewal = 0  #: how often the game was started again
 
     def __init__(
@@ -215,6 +216,7 @@ class GameProcess:
         environ: Mapping[str, str] | None = None,
         inherit_env: Collection[str] | None = None,
         cwd: str | Path | None = None,
+        stdin: bytes = b"",
     ) -> None:
         if isinstance(command, str | bytes) or not command or not all(map(_is_text, command)):
             raise ConfigError(f'command must be a list such as ["./game", "--port", "{{port}}"], got {command!r}')
@@ -233,7 +235,8 @@ class GameProcess:
         self._start_timeout = seconds("start_timeout", start_timeout)
         self._stop_timeout = min(seconds("stop_timeout", stop_timeout, zero=True), _LONGEST)
         self._log_lines, self._log_file = integer("log_lines", log_lines, 0), _path("log_file", log_file)
-        self._environ, self._inherited, self._cwd = _variables(environ), _names(inherit_env), _path("cwd", cwd)
+        self._environ, self._inherited = _variables(environ), _names(inherit_env)
+        self._cwd, self._stdin = _path("cwd", cwd), stdin
         options = tuple(vars(self).items())
         self._reply_timeout, self._quit = min(seconds("reply_timeout", reply_timeout), _LONGEST), quit
         self._renew_every = None if renew_every is None else integer("renew_every", renew_every, 1)
@@ -271,10 +274,13 @@ class GameProcess:
                 run.listeners.append(socket.create_server((host, port), family=family))
             run.command = [_fill(part, ports) for part in self._command]
             own = {name: _fill(value, ports) for name, value in self._environ}
-            self._open_log(run, None if self._log_file is None else _fill(self._log_file, ports))
+            run.output = GameLog(None if self._log_file is None else _fill(self._log_file, ports))
             environ = {**_inherited(self._inherited), **own, "PENSTOCK_PORTS": ",".join(map(str, ports))}
             run.began = time.monotonic()
-            run.process = MarkedProcess(run.command, environ, cwd=self._cwd, stdout=run.output, stderr=run.output)
+            with open(os.memfd_create("penstock-stdin"), "w+b", 0) as stdin:
+                os.pwrite(stdin.fileno(), self._stdin, 0)
+                how: dict[str, Any] = {"stdin": stdin, "stdout": run.output.file, "stderr": run.output.file}
+                run.process = MarkedProcess(run.command, environ, cwd=self._cwd, **how)
             return run
         except BaseException as error:
             run.end()
@@ -292,16 +298,6 @@ class GameProcess:
         if isinstance(error, PermissionError):
             return f"{where} is not executable: run chmod +x on it"
         return f"{where} cannot be started: {error}"
-
-    def _open_log(self, run: _Run, name: str | None) -> None:
-        try:  # a temporary file has no name, so nothing stays
-            file: Any = tempfile.TemporaryFile(buffering=0) if name is None else open(name, "a+b", 0)  # noqa: SIM115
-        except OSError as error:
-            advice = "Create its folder, or give another path"
-            raise GameError(f"log_file={name!r} cannot be written: {error.strerror}. {advice}") from None
-        # It appends, so that it goes on at the new end if the file is cut.
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
-        run.output, run.output_start = file, os.fstat(file.fileno()).st_size
 
     def wait_ready(self) -> None:
         """Wait until the game is ready. Raises `GameError` if it ends, or is not ready within `start_timeout`."""
@@ -344,7 +340,7 @@ class GameProcess:
 
     def _has_ports(self) -> bool:
         """Whether the game listens at all its ports. Raises `PortTaken` if another program has one of them."""
-        return False not in [self._has_port(port) for port in self.ports if not self.listeners]  # it looks at each
+        return False not in [self._has_port(port) for port in self.ports if not self._run.listeners]  # it looks at each
 
     def _has_port(self, port: int) -> bool:
         found = users_of(port, self._protocol)
@@ -374,7 +370,7 @@ class GameProcess:
             if self.listeners and isinstance(error, TimeoutError):
                 what = f"made no connection to port {self.ports[number]} within reply_timeout={self._reply_timeout:g} s"
             raise self.error(f"ended with {ended}" if (ended := self.exit_text()) else what) from None
-        self._sockets = [each for each in self._sockets if each.socket.fileno() >= 0]
+        self._sockets = [each for each in self._sockets if each.is_open]
         self._sockets.append(GameSocket(connection, self, self._reply_timeout, self._max_rss))
         return self._sockets[-1]
 
@@ -394,13 +390,14 @@ class GameProcess:
     @property
     def listeners(self) -> Sequence[socket.socket]:
         """With `ready="connects"`, where the game connects."""
+        self._require_started()
         return self._run.listeners
 
     def _require_started(self) -> MarkedProcess:
         if self._run.process is None or not self._run.is_open:
             raise GameError(
-                f"the game {self._command[0]!r} was closed, or belongs to the process that this one is a fork of: make "
-                "a new GameProcess"
+                f"the {self.word} {self._command[0]!r} was closed, or belongs to the process that this one is a fork "
+                "of: make a new one"
             )
         return self._run.process
 
@@ -414,20 +411,17 @@ class GameProcess:
             process.wait(limit)
 
     def rss(self) -> int:
-        """How many bytes of memory its processes use."""
+        """How many bytes of memory its processes use: the game and its children, and what belongs to it besides, which
+        is looked for every few seconds."""
         total = 0
-        for pid in self._require_started().members():
-            with suppress(psutil.Error):
-                total += psutil.Process(pid).memory_info().rss
-        return total
+        for pid in self._require_started().known():
+            with suppress(OSError), open(f"/proc/{pid}/statm") as file:  # it has ended
+                total += int(file.read().split()[1])
+        return total * os.sysconf("SC_PAGE_SIZE")
 
     def output(self, n_bytes: int) -> str:
         """The last `n_bytes` of its output."""
-        if self._run.output is None:
-            return ""
-        size = os.fstat(self._run.output.fileno()).st_size
-        first = max(min(self._run.output_start, size), size - n_bytes)
-        return os.pread(self._run.output.fileno(), size - first, first).decode(errors="replace")
+        return "" if self._run.output is None else self._run.output.end(n_bytes)
 
     def tail(self, n: int = 20) -> list[str]:
         """The last `n` lines of its output. Fewer if they are very long."""
@@ -441,7 +435,11 @@ class GameProcess:
         where += f", port {str(list(run.ports))[1:-1]}" if run.ports else ""
         renewal = f" (renewal {self.renewal})" if self.renewal else ""
         heading = f"the last {len(lines)} lines of its output:" if lines else "it has printed nothing"
-        text = [f"the game ({where}){renewal} {what}", f"  command: {' '.join(self._run.command)}", f"  {heading}"]
+        text = [
+            f"the {self.word} ({where}){renewal} {what}",
+            f"  command: {' '.join(self._run.command)}",
+            f"  {heading}",
+        ]
         return GameError("\n".join([*text, *(f"  | {line}" for line in lines)]))
 
     @contextmanager
@@ -468,14 +466,10 @@ class GameProcess:
     # ---- renewal and end -------------------------------------------------------------------
 
     def end_episode(self) -> bool:
-        """Call this between two episodes: starts the game again if `renew_every` or `max_rss` says so, and keeps the
-        log short. Returns whether it did; then call `connect` again."""
+        """Call this between two episodes: starts the game again if `renew_every` or `max_rss` says so. Returns whether
+        it did; then call `connect` again."""
         self._require_started()
         self._episodes += 1
-        if self._run.output and self._log_file is None and os.fstat(self._run.output.fileno()).st_size > _KEPT_LOG:
-            kept = self.output(1 << 16).encode()
-            self._run.output.truncate(0)
-            self._run.output.write(kept)
         is_due = self._renew_every is not None and self._episodes % self._renew_every == 0
         if is_due or (self._max_rss and self.rss() > self._max_rss):
             self.renew()
@@ -531,7 +525,7 @@ class GameProcess:
             self.kill()
             thread.join(_KILL_SECONDS)  # it may have waited for the game
         if failed:
-            warnings.warn(f"quit of the game {failed[0]}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"quit of the {self.word} {failed[0]}", RuntimeWarning, stacklevel=4)
         self.ends_within(limit)
 
     def kill(self) -> None:

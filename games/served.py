@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hmac
 import ipaddress
@@ -24,8 +23,9 @@ from gymnasium import spaces
 
 from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, SpaceError, brief
-from penstock.games import PortLease, lease_port
+from penstock.games import PortLease, host, lease_port
 from penstock.games.game_process import GameProcess
+from penstock.workers.forks import leave_in_forks
 
 MAX_HELLO, MAX_MESSAGE = 4096, 64 << 20  #: bytes of the first message, and of each later one
 _GOODBYE = 100  # milliseconds in which the client can close first
@@ -33,13 +33,13 @@ _ABORT = struct.pack("ii", 1, 0)  # without it, the kernel keeps the port of a c
 
 
 class GameClient:
-    """A client's socket, and what has come from it: lines of JSON, or msgpack after 4 bytes with its length."""
+    """A client's socket, and what has come from it: lines of JSON, or raw messages as in `host.encoded`."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         """`timeout` is in seconds: for the first message, and for sending one."""
         self._socket, self._timeout, self.until = sock, min(timeout, 1e6), time.monotonic() + timeout
         self._data, self._searched, self._limit = bytearray(), 0, MAX_HELLO
-        self._msgpack: Any = None  # the module, or None for JSON
+        self._is_raw = False  # or JSON
         self.has_returned = False  #: whether it may repeat its last message
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -50,22 +50,17 @@ class GameClient:
 
     def begin(self, welcome: dict[str, Any], form: object) -> bool:
         """Send the answer to hello, after which the format is `form`. False as for `send`."""
-        if form not in ("json", "msgpack"):
-            raise ValueError(f'format must be "json" or "msgpack", got {brief(form)}')
-        try:
-            module = __import__("msgpack") if form == "msgpack" else None
-        except ImportError:
-            raise ValueError("msgpack is not installed here: pip install msgpack") from None
-        is_sent, self._msgpack, self._limit = self.send(welcome), module, MAX_MESSAGE
+        if form not in ("json", "raw"):
+            raise ValueError(f'format must be "json" or "raw", got {brief(form)}')
+        is_sent, self._is_raw, self._limit = self.send(welcome), form == "raw", MAX_MESSAGE
         return is_sent
 
     def send(self, message: dict[str, Any]) -> bool:
         """False if the message could not be sent whole and in time."""
-        if self._msgpack is None:
-            data = json.dumps(message).encode() + b"\n"
+        if self._is_raw:
+            data = host.encoded(message, strict=True)
         else:
-            packed = self._msgpack.packb(message)
-            data = len(packed).to_bytes(4, "big") + packed
+            data = json.dumps(message, default=np.ndarray.tolist).encode() + b"\n"
         try:
             if (sent := self._socket.send(data)) < len(data):
                 self._socket.settimeout(self._timeout)
@@ -86,26 +81,27 @@ class GameClient:
 
     def message(self) -> dict[str, Any] | None:
         """The next message, if all of it has come. Raises ValueError, with its first bytes, if it is not valid."""
-        start, data = 0, self._data
-        if self._msgpack is None:
+        data = self._data
+        if not self._is_raw:
             length = data.find(b"\n", self._searched) + 1 or len(data) + 1
         else:
-            start, length = 4, 4 + (int.from_bytes(data[:4], "big") if len(data) >= 4 else 0)
-        if length - start > self._limit:
+            length = host.length(data) if len(data) >= host.PREFIX.size else host.PREFIX.size
+        if length > self._limit:
             raise ValueError(
                 f"a message of {length:,} bytes or more, the limit is {self._limit:,}: {bytes(data[:60])!r}"
             )
         if length > len(data):
             self._searched = len(data)
             return None
-        frame, self._searched = bytes(data[start:length]), 0
+        with memoryview(data) as view:
+            frame, self._searched = bytes(view[:length]), 0
         del data[:length]
         try:
-            message = json.loads(frame.decode()) if self._msgpack is None else self._msgpack.unpackb(frame)
-        except (ValueError, TypeError, RecursionError):
+            message = host.decoded(frame) if self._is_raw else json.loads(frame.decode())
+        except (ValueError, TypeError, RecursionError, OverflowError):
             message = None
         if not isinstance(message, dict):
-            raise ValueError(f"no {'JSON' if self._msgpack is None else 'msgpack'} object: {frame[:60]!r}")
+            raise ValueError(f"no {'raw' if self._is_raw else 'JSON'} object: {frame[:60]!r}")
         return message
 
     def part(self) -> str:
@@ -138,7 +134,7 @@ def described(space: gym.Space[Any]) -> Any:
 
 
 def encoded(space: gym.Space[Any], value: Any) -> Any:
-    """An action as numbers in lists and dicts."""
+    """An action as numbers and arrays in lists and dicts."""
     if isinstance(space, spaces.Dict):
         return {name: encoded(part, value[name]) for name, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -146,7 +142,7 @@ def encoded(space: gym.Space[Any], value: Any) -> Any:
     found = np.asarray(value, space.dtype).reshape(space.shape)
     if found.dtype.kind == "f" and not np.isfinite(found).all():
         raise SpaceError(f"an action for a game must have finite numbers, which JSON can hold, got {brief(value)}")
-    return found.tolist()
+    return found if found.ndim else found.item()
 
 
 def decoded(space: gym.Space[Any], value: object, name: str) -> Any:
@@ -156,28 +152,23 @@ def decoded(space: gym.Space[Any], value: object, name: str) -> Any:
             raise ValueError(f"{name} must have the entries {list(space.spaces)}, got {brief(value)}")
         return {key: decoded(part, value[key], f"{name}[{key!r}]") for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(value, list) or len(value) != len(space.spaces):
+        if not isinstance(value, list | tuple) or len(value) != len(space.spaces):
             raise ValueError(f"{name} must be a list of {len(space.spaces)} values, got {brief(value)}")
         return tuple(decoded(part, value[k], f"{name}[{k}]") for k, part in enumerate(space.spaces))
     dtype = np.dtype(space.dtype)
     try:
-        if isinstance(value, dict) and isinstance(value.get("b64"), str):
-            value = base64.b64decode(value["b64"], validate=True)
-        if isinstance(value, bytes):
-            found = np.frombuffer(value, dtype.newbyteorder("<")).reshape(space.shape)
-        else:
-            found = np.array(value)
+        found = np.asarray(value)
         with np.errstate(over="raise", invalid="raise"):
-            cast = found.astype(dtype)
+            cast = found.astype(dtype, copy=False)
         fits = found.dtype.kind in "biuf" and cast.shape == space.shape
-        if fits and bool((cast == found).all() if dtype.kind != "f" else not np.isnan(cast).any()):
+        if fits and (not np.isnan(cast).any() if dtype.kind == "f" else cast is found or (cast == found).all()):
             return cast[()]
     except (ValueError, TypeError, OverflowError, FloatingPointError):
         pass  # the reason would only repeat what follows
     raise ValueError(f"{name} must have the shape {space.shape} and fit {dtype}, got {brief(value)}")
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MOST_STRANGERS = 8
 _TOKEN = re.compile(r"[!#-&(-\[\]-~]{1,512}")  # what every client can put in a line of 1,024 bytes
 
@@ -200,7 +191,7 @@ class ServedGame(gym.Env[Any, Any]):
         inherit_env: which environment variables the game of `command` gets from this process; see `GameProcess`.
 
     Without a command it opens nothing before the first `reset`, or before `port` is read. So the example
-    environment of a sampler does not listen.
+    environment of a sampler does not listen. In a fork of the process in which it is open, it cannot be used.
 
     `reset` and `step` raise `GameError` if the client does not come, is silent, has gone, or sends something wrong.
     Then it is disconnected, and the next `reset` waits for another. The learner may be slow: only the client's time
@@ -240,7 +231,9 @@ class ServedGame(gym.Env[Any, Any]):
         self._lease: PortLease | None = None
         self._listener: socket.socket | None = None
         self._poll, self._strangers = select.poll(), dict[int, GameClient]()  # by descriptor: no hello yet
+        self._left = ""  # in a fork of the process that it belongs to: why it cannot be used
         self._forget()
+        leave_in_forks(self)
         if command is not None:
             self._listen()
 
@@ -261,7 +254,24 @@ class ServedGame(gym.Env[Any, Any]):
         assert self._listener is not None
         return int(self._listener.getsockname()[1])
 
+    def leave_to_parent(self, pid: int) -> None:
+        """This process is a fork of process `pid`: if the game is open, it belongs to that. The client hears nothing of
+        this."""
+        for each in [*self._strangers.values(), *([self._client] if self._client else ())]:
+            each.close()
+        if self._listener is not None:
+            self._left = f"this ServedGame belongs to process {pid}, of which this process is a fork: make one here"
+            self._listener.close()
+        self._strangers.clear()
+        self._forget()
+        self._poll, self._listener, self._game, self._lease = select.poll(), None, None, None
+
+    def _require_own(self) -> None:
+        if self._left:
+            raise GameError(self._left)
+
     def _listen(self) -> None:
+        self._require_own()
         start, stop = (None, None) if self._fixed is None else (self._fixed, self._fixed + 1)
         if self._command is not None:
             environ = {"PENSTOCK_TOKEN": str(self._token)}
@@ -307,6 +317,7 @@ class ServedGame(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Send the action, and wait for what follows from it."""
         if not self._is_playing:
+            self._require_own()
             raise SamplerStateError("step was called before reset, or after the end of an episode: call reset")
         answer = encoded(self.action_space, action)
         with self._disconnecting():

@@ -140,6 +140,7 @@ class Replay(Generic[Batch]):
         self.n_drawn = 0
         self._rng = np.random.default_rng(None if seed is None else integer("seed", seed, 0, None))
         self._storage: _Storage | None = None
+        self._file_owner: int | None = None
         self._feeder: weakref.ref[ReplayFeed] | None = None  # so that no cycle keeps the memory
         self._has_warned = False
         self._last: Any = None  # the batch that was appended last
@@ -162,6 +163,7 @@ class Replay(Generic[Batch]):
         """
         if self._feeder is not None:
             raise ConfigError("the workers of a sampler write into this replay: use another one for other batches")
+        self._require_own("append")
         storage = self._storage = self._storage or self._allocate(self._shape_for(samples))
         batch = storage.appender.bind(samples)
         if samples is self._last and samples.batch is not None:  # a batch of a sampler, not the user's own arrays
@@ -245,6 +247,7 @@ class Replay(Generic[Batch]):
     def _allocate(self, shape: Shape, rows_ahead: int | None = None) -> _Storage:
         """`rows_ahead`: how many rows writers in other processes may be ahead; None if this process writes."""
         ring = Ring(shape, shared=rows_ahead is not None, file=self.file)
+        self._file_owner = None if self.file is None else os.getpid()
         # Stacks of frames and sequences are made of rows that follow each other.
         resumes = self.frames is None and self.sequences is None
         windows = WindowReader(ring, self.n_step, self.discount, resumes=resumes)
@@ -410,7 +413,16 @@ class Replay(Generic[Batch]):
     def _require_storage(self, call: str) -> _Storage:
         if self._storage is None:
             raise SamplerStateError(f"replay.{call} came before the first replay.append")
+        self._require_own(call)
         return self._storage
+
+    def _require_own(self, call: str) -> None:
+        """A fork shares the file, and would write into the rows of its parent, or read them while they change."""
+        if self._file_owner not in (None, os.getpid()):
+            raise SamplerStateError(
+                f"replay.{call} was called in process {os.getpid()}, a fork of process {self._file_owner}, to which "
+                "this replay and its file belong: make another replay here, or one without a file, which is copied"
+            )
 
     # ---- counts and settings ---------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.buffers.reports import Report
 from penstock.errors import (
+    EnvCallError,
     GameError,
     PenstockError,
     SamplerBrokenError,
@@ -229,7 +230,8 @@ class Restarts:
                     "the memory that it shared cannot be trusted"
                 )
             error = None if report is None else report.exception
-            if isinstance(error, PenstockError) and not isinstance(error, GameError):  # a new game may play on
+            # A new game may play on, and an environment may fail in its own process as in a worker's.
+            if isinstance(error, PenstockError) and not isinstance(error, GameError | EnvCallError):
                 return f"{plan.name} is not replaced: the same would happen again"
         return self.used_up(len(failures))
 

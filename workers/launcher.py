@@ -22,6 +22,7 @@ from penstock.buffers.unpicklable import not_picklable
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited, thread_numbers, use_thread_numbers
+from penstock.workers.forks import HARMLESS_THREAD
 from penstock.workers.handle import status_of
 from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
 from penstock.workers.plan import PoolArguments, PoolOptions
@@ -218,7 +219,8 @@ def _refuse_unsafe_fork(start_method: str) -> None:
     if start_method != "fork":
         return
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    others = [thread.name for thread in threads if thread.name != DEATH_LOGGER_NAME]  # `start` stops these
+    harmless = (DEATH_LOGGER_NAME, HARMLESS_THREAD)  # `start` stops the loggers
+    others = [thread.name for thread in threads if thread.name not in harmless]
     if others or threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             f'start_method="fork" is not safe while this process has other threads ({", ".join(others)}): '

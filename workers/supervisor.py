@@ -282,8 +282,9 @@ class SupervisedProcess:
         self.signal(signal.SIGKILL)
 
     def join(self, seconds: float | None = None) -> int | None:
-        """Wait until `exitcode` is known, and return it. None: the supervisor has not answered. Any thread may wait."""
-        control_socket = self._control_socket
+        """Wait until `exitcode` is known, and return it. None: the supervisor has not answered, or this is a fork of
+        the main process, which needs the answer. Any thread may wait."""
+        control_socket = self._control_socket if self._getpid() == self._owner else None
         if self.exitcode is None and control_socket is not None and _is_readable(control_socket, seconds):
             with self._lock:
                 answer = None if self.exitcode is not None else self._receive(0)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # of these, `penstock` offers what `__all__` lists
     from penstock.envs import *
     from penstock.errors import *
     from penstock.evaluation import *
+    from penstock.games import EnvProcess
     from penstock.samplers import *
     from penstock.tools import *
 
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "DeterministicPgAgent",
     "EnvCallError",
+    "EnvProcess",
     "EpisodeResult",
     "EpsilonGreedyAgent",
     "EvalCollector",
@@ -104,6 +106,8 @@ def __getattr__(name: str) -> Any:
 
     if name in _ROOMS:
         return import_module(f"penstock.{name}")
+    if name == "EnvProcess":  # its room has much else, which users import from there
+        return import_module("penstock.games").EnvProcess
     if name in __all__:
         for room in _ROOMS:
             module = import_module(f"penstock.{room}")

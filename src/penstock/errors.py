@@ -4,8 +4,8 @@ PenstockError
 ├── ConfigError (ValueError)          An argument is wrong, or this machine's limits are too low.
 ├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
 ├── PortLeaseError (RuntimeError)     No port can be leased, or a lease is used after its release.
-├── GameError (RuntimeError)          A game in a process of its own did not start, ended, or did not reply.
-├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
+├── GameError (RuntimeError)          A game or environment in a process of its own did not start, ended, or did not reply.
+├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr`, `set_attr`, or in its own process.
 ├── RepeatError (RuntimeError)        An environment does not repeat its recorded episode.
 ├── ClusterError (RuntimeError)       Something went wrong between the workers of a distributed experiment.
 │   ├── PeerLostError                 The other side of a wire has ended, or was silent for too long.
@@ -80,9 +80,10 @@ class SpaceError(PenstockError, ValueError):
 
 
 class EnvCallError(PenstockError, RuntimeError):
-    """An environment raised in `sampler.call`, `get_attr` or `set_attr`, or its result cannot be pickled.
+    """An environment raised in `sampler.call`, `get_attr` or `set_attr`, or its result cannot be pickled. `__cause__` is
+    the exception. The sampler stays usable.
 
-    `__cause__` is the exception. The sampler stays usable.
+    Or an environment in a process of its own raised: the message has its traceback. The `EnvProcess` stays usable.
     """
 
 
@@ -92,7 +93,7 @@ class PortLeaseError(PenstockError, RuntimeError):
 
 
 class GameError(PenstockError, RuntimeError):
-    """A game in a process of its own did not start, ended, or did not reply in time. The message has the command, the
+    """A game, or an environment, in a process of its own did not start, ended, or did not reply in time. The message has the command, the
     port, how the game ended, and the last lines of its output.
 
     With `on_worker_failure="restart"`, a worker that fails with it is replaced, unlike with other errors of penstock.

@@ -17,6 +17,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ import pytest
 
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.games import GameProcess, lease_port
+from penstock.games import GameProcess, game_log, game_process, lease_port
+from penstock.workers import marking
 
 from ..children import exit_code_of_fork
 from ..scale import scaled, some
@@ -134,6 +136,86 @@ def test_a_late_start_and_replies_in_parts() -> None:
         assert connection.receive(len(wanted)) == wanted
 
 
+def size_on_disk(own: GameProcess) -> int:
+    log: Any = own._run.output
+    return os.fstat(log.file.fileno()).st_blocks * 512
+
+
+@pytest.mark.parametrize("has_holes", [True, False])
+def test_a_log_stays_short_also_if_nobody_asks_the_game_anything(
+    has_holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_holes:
+        monkeypatch.setattr(game_log, "_punch", lambda *_: -1)
+    line, ready = "y" * 99, re.compile("y")
+    with GameProcess(["yes", line], ports=0, ready=ready) as own, GameProcess(["yes", "z"], ports=0, ready=ready):
+        log: Any = own._run.output
+        sizes = list[int]()
+
+        def has_grown() -> bool:  # without holes, the file begins again
+            sizes.append(os.fstat(log.file.fileno()).st_size)
+            return sizes[-1] > 100_000_000 if has_holes else sum(a > b for a, b in pairwise(sizes)) >= 3
+
+        until(has_grown, "output")
+        os.kill(own.pid, signal.SIGSTOP)
+        until(lambda: size_on_disk(own) <= 2 << 20, "the cut of the log")
+        until(lambda: own.tail(3)[1:2] == [line] and len(own.output(1 << 20)) >= 1 << 16, "the end of the output")
+
+
+def test_a_log_with_a_name_keeps_everything(tmp_path: Path) -> None:
+    with game("", log_file=tmp_path / "log") as own, game():
+        own.connect().request(b'{"fault": "flood"}\n')
+        assert own.end_episode() is False
+    assert (tmp_path / "log").read_text().count("y" * 99 + "\n") == 30_000
+    assert (tmp_path / "log").stat().st_blocks * 512 >= 3_000_000
+
+
+def test_a_fork_of_a_dead_game_that_holds_the_connection_costs_no_timeout() -> None:
+    for part in (b"", b'{"n":'):
+        with game("", reply_timeout=60.0) as own:
+            connection, began = own.connect(), time.monotonic()
+            connection.request(b"[1]\n")
+            connection.send(b'{"fault": "orphan"}\n')
+            with pytest.raises(GameError, match="ended with exit code 9"):
+                connection.receive_line() if not part else connection.receive(99)
+            assert time.monotonic() - began < scaled(3, 10)
+
+
+def test_a_slow_reply_and_the_socket_itself_have_the_whole_time() -> None:
+    with game("late", "1", reply_timeout=10.0) as own:
+        connection = own.connect()
+        assert play(connection, 2) == [1, 2]
+        connection.socket.sendall(b"[1]\n")
+        assert connection.socket.recv(100) == b'{"n": 3, "got": [1]}\n'
+        assert json.loads(connection.request(b'{"fault": "late"}\n'))["n"] == 4, "the reply comes after 0.4 s"
+        assert play(connection, 1) == [5]
+        connection.socket.close()
+        with pytest.raises(GameError, match="was closed"):
+            connection.request(b"[1]\n")
+
+
+def test_the_memory_of_children_counts_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, search = list[int](), marking._marked_with
+
+    def counted(mark: str) -> list[int]:
+        n.append(1)
+        return search(mark)
+
+    monkeypatch.setattr(marking, "_marked_with", counted)
+    with game("", max_rss="900 MB") as own:
+        connection = own.connect()
+        n.clear()
+        for _ in range(5):
+            assert not own.end_episode()
+        assert len(n) == 1
+        before = own.rss()
+        connection.request(b'{"fault": "child"}\n')
+        until(lambda: own.rss() > before + 500_000, "the memory of both children")
+        assert len(n) == 1
+        own._require_started()._search_at = 0.0
+        assert own._require_started().known() == {*own._require_started().members()}
+
+
 @pytest.mark.parametrize("fault", ["child", "ignore_term", "flood"])
 def test_it_ends_for_certain(fault: str) -> None:
     """Also what ignores SIGTERM, and processes in sessions of their own."""
@@ -142,9 +224,9 @@ def test_it_ends_for_certain(fault: str) -> None:
         connection.request(json.dumps({"fault": fault}).encode() + b"\n")
         if fault == "flood":
             assert own.tail(2) == ["y" * 99] * 2
-            own.end_episode()
-            assert os.fstat(own._run.output.fileno()).st_size < 100_000
-            assert play(connection, 1) == [2], "the game goes on to write at the new end"
+            until(lambda: size_on_disk(own) <= 2 << 20, "the cut of the log")
+            assert own.tail(2) == ["y" * 99] * 2
+            assert play(connection, 1) == [2]
         n = 3 if fault == "child" else 1
         # Not at once: while a process calls exec, its environment variables cannot be read.
         until(lambda: len(list(processes(f"mark-{fault}-{os.getpid()}"))) == n, f"{n} processes of the game")
@@ -212,13 +294,12 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
     thieves: list[socket.socket] = []
     steals = 1
 
-    def stolen(self: GameProcess, run: Any, *args: Any) -> None:
+    def stolen(command: Any, environ: Any, **how: Any) -> marking.MarkedProcess:
         if len(thieves) < steals:
-            thieves.append(socket.create_server(("127.0.0.1", run.ports[0])))
-        open_log(self, run, *args)
+            thieves.append(socket.create_server(("127.0.0.1", int(environ["PENSTOCK_PORTS"]))))
+        return marking.MarkedProcess(command, environ, **how)
 
-    open_log = GameProcess._open_log
-    monkeypatch.setattr(GameProcess, "_open_log", stolen)
+    monkeypatch.setattr(game_process, "MarkedProcess", stolen)
     with game() as own:
         assert play(own.connect(), 2) == [1, 2]
         assert own.ports[0] != thieves[0].getsockname()[1]
