@@ -127,7 +127,6 @@ class _Body:
         self._data, self._at = data, 0
 
     def value(self, text: Any) -> Any:  # noqa: C901, PLR0911
-        """What this part of the header stands for."""
         if type(text) is list:
             return [self.value(each) for each in text]
         if type(text) is not dict:
@@ -244,20 +243,17 @@ class _Host:
         return result if self.is_gymnasium or (self.takes_seed and is_pair) else (result, {})
 
     def step(self, action: Any) -> Any:
-        """Make a step. An old gym returns four values."""
         result = self.env.step(action)
         if self.is_gymnasium or not isinstance(result, tuple) or len(result) != 4:
-            return result
+            return result  # otherwise it is an old gym's
         observation, reward, done, info = result
         truncated = bool(done) and bool(info.get("TimeLimit.truncated", False))
         return observation, reward, bool(done) and not truncated, truncated, info
 
     def render(self) -> Any:
-        """What the environment renders."""
         return self.env.render() if hasattr(self.env, "render_mode") else self.env.render(mode="rgb_array")
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method, or read an attribute."""
         found = self.env
         for part in name.split("."):
             found = getattr(found, part)
@@ -320,4 +316,4 @@ def main(port: str) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = ""  # not the folder of this file, whose modules could take the place of others
-    main(*sys.argv[1:])
+    main(sys.argv.pop())
