@@ -207,11 +207,14 @@ class _Host:
         self.env = env = function(**kwargs)
         parents = type(getattr(env, "unwrapped", env)).__mro__
         self.is_gymnasium = any(each.__module__.split(".")[0] == "gymnasium" for each in parents)
-        parameters = inspect.signature(getattr(env, "unwrapped", env).reset).parameters.values()
-        names = [each.name for each in parameters]
-        takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters)
-        self.takes_seed = "seed" in names or (takes_any and not hasattr(env, "seed"))
-        self.needs_info = "return_info" in names  # gym 0.22 to 0.25
+        layers = [env]  # of wrappers, any of which may not pass it on
+        while hasattr(getattr(layers[-1], "env", None), "reset") and len(layers) < 99:
+            layers.append(layers[-1].env)
+        names = [_parameters(each.reset) for each in layers]
+        takes_seed = "seed" in names[-1] or ("**" in names[-1] and not hasattr(env, "seed"))
+        self.takes_seed = takes_seed and all("seed" in each or "**" in each for each in names)
+        takes_info = "return_info" in names[-1]  # gym 0.22 to 0.25
+        self.needs_info = takes_info and all("return_info" in each or "**" in each for each in names)
         spaces = _described(env.observation_space), _described(env.action_space)
         return (os.getpid(), *spaces, getattr(env, "render_mode", None), getattr(env, "metadata", None) or {})
 
@@ -258,6 +261,11 @@ class _Host:
         for part in name.split("."):
             found = getattr(found, part)
         return found(*args, **kwargs) if callable(found) else found
+
+
+def _parameters(function: Any) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return ["**" if each.kind == each.VAR_KEYWORD else each.name for each in parameters]
 
 
 def _received(connection: socket.socket, buffer: bytearray) -> memoryview:
