@@ -21,6 +21,7 @@ from gymnasium import spaces as kinds
 
 from penstock.arguments import seconds
 from penstock.buffers import pickling
+from penstock.envs.examples import checked_spaces
 from penstock.envs.seeding import Purpose, fresh_seed
 from penstock.errors import ConfigError, EnvCallError, GameError, SamplerStateError, SpaceError, brief
 from penstock.games import host
@@ -95,12 +96,13 @@ class EnvProcess(gym.Env[Any, Any]):
         seconds("step_timeout", step_timeout)
         variables = {name: os.environ.get(name, "1") for name in _THREADS}
         variables |= {} if python is None else {"PYTHONPATH": "", "PYTHONHOME": ""}
+        variables |= environ if isinstance(environ, Mapping) else {}
         try:
             self._game = _Process(
                 [*own, "-u", host.__file__, "{port}"],
                 ready="connects",
                 reply_timeout=step_timeout,
-                environ={**variables, **({} if environ is None else environ)},
+                environ=variables if environ is None or isinstance(environ, Mapping) else environ,
                 stdin=_first_message(self._token.decode(), target, kwargs, path, is_own=python is None),
                 quit=_close_connections,
                 renew_every=renew_every,
@@ -111,10 +113,10 @@ class EnvProcess(gym.Env[Any, Any]):
                 cwd=cwd,
                 log_file=log_file,
             )
-            if spaces is None:
+            if (given := checked_spaces("spaces", spaces)) is None:
                 self._connect()
             else:
-                self.observation_space, self.action_space = spaces
+                self.observation_space, self.action_space = given
         except BaseException:
             self.close()
             raise

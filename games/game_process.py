@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import psutil
 
 from penstock.arguments import integer, seconds, true_or_false
+from penstock.buffers.descriptors import anonymous_file
 from penstock.envs.factory import announce_end, while_rebuilding
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_log import GameLog
@@ -277,9 +278,9 @@ class GameProcess:
             run.output = GameLog(None if self._log_file is None else _fill(self._log_file, ports))
             environ = {**_inherited(self._inherited), **own, "PENSTOCK_PORTS": ",".join(map(str, ports))}
             run.began = time.monotonic()
-            with open(os.memfd_create("penstock-stdin"), "w+b", 0) as stdin:
-                os.pwrite(stdin.fileno(), self._stdin, 0)
-                how: dict[str, Any] = {"stdin": stdin, "stdout": run.output.file, "stderr": run.output.file}
+            with closing(anonymous_file("penstock-stdin")) as stdin:
+                os.pwrite(stdin.fd, self._stdin, 0)
+                how: dict[str, Any] = {"stdin": stdin.fd, "stdout": run.output.file, "stderr": run.output.file}
                 run.process = MarkedProcess(run.command, environ, cwd=self._cwd, **how)
             return run
         except BaseException as error:

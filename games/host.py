@@ -127,7 +127,6 @@ class _Body:
         self._data, self._at = data, 0
 
     def value(self, text: Any) -> Any:  # noqa: C901, PLR0911
-        """What this part of the header stands for."""
         if type(text) is list:
             return [self.value(each) for each in text]
         if type(text) is not dict:
@@ -208,11 +207,14 @@ class _Host:
         self.env = env = function(**kwargs)
         parents = type(getattr(env, "unwrapped", env)).__mro__
         self.is_gymnasium = any(each.__module__.split(".")[0] == "gymnasium" for each in parents)
-        parameters = inspect.signature(getattr(env, "unwrapped", env).reset).parameters.values()
-        names = [each.name for each in parameters]
-        takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters)
-        self.takes_seed = "seed" in names or (takes_any and not hasattr(env, "seed"))
-        self.needs_info = "return_info" in names  # gym 0.22 to 0.25
+        layers = [env]  # of wrappers, any of which may not pass it on
+        while hasattr(getattr(layers[-1], "env", None), "reset") and len(layers) < 99:
+            layers.append(layers[-1].env)
+        names = [_parameters(each.reset) for each in layers]
+        takes_seed = "seed" in names[-1] or ("**" in names[-1] and not hasattr(env, "seed"))
+        self.takes_seed = takes_seed and all("seed" in each or "**" in each for each in names)
+        takes_info = "return_info" in names[-1]  # gym 0.22 to 0.25
+        self.needs_info = takes_info and all("return_info" in each or "**" in each for each in names)
         spaces = _described(env.observation_space), _described(env.action_space)
         return (os.getpid(), *spaces, getattr(env, "render_mode", None), getattr(env, "metadata", None) or {})
 
@@ -244,24 +246,26 @@ class _Host:
         return result if self.is_gymnasium or (self.takes_seed and is_pair) else (result, {})
 
     def step(self, action: Any) -> Any:
-        """Make a step. An old gym returns four values."""
         result = self.env.step(action)
         if self.is_gymnasium or not isinstance(result, tuple) or len(result) != 4:
-            return result
+            return result  # otherwise it is an old gym's
         observation, reward, done, info = result
         truncated = bool(done) and bool(info.get("TimeLimit.truncated", False))
         return observation, reward, bool(done) and not truncated, truncated, info
 
     def render(self) -> Any:
-        """What the environment renders."""
         return self.env.render() if hasattr(self.env, "render_mode") else self.env.render(mode="rgb_array")
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method, or read an attribute."""
         found = self.env
         for part in name.split("."):
             found = getattr(found, part)
         return found(*args, **kwargs) if callable(found) else found
+
+
+def _parameters(function: Any) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return ["**" if each.kind == each.VAR_KEYWORD else each.name for each in parameters]
 
 
 def _received(connection: socket.socket, buffer: bytearray) -> memoryview:
@@ -320,4 +324,4 @@ def main(port: str) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = ""  # not the folder of this file, whose modules could take the place of others
-    main(*sys.argv[1:])
+    main(sys.argv.pop())

@@ -44,12 +44,13 @@ def compare(
     collector: tuple[type[Collector], type[ReferenceLoop]] = (ResetCollector, ReferenceLoop),
     wait_reset: bool = False,
     rtol: float = 0.0,
+    in_loop: Any = None,
     **options: Any,
 ) -> list[Any]:
     """Raise AssertionError unless a sampler and the loop return the same: bit for bit, but what a model has computed
     within `rtol`. `options` are those of the loop, `sampler` has what only the sampler knows, `collector` a class and
-    the loop that does the same. With `env_info=True`, the loop records what the sampler does. Returns the loop's
-    batches, each with its trajectories."""
+    the loop that does the same, `in_loop` another `env_fn` for it. With `env_info=True`, the loop records what the
+    sampler does. Returns the loop's batches, each with its trajectories."""
     options = {"bootstrap_value": True, "traj_info_kwargs": {"discount": 0.9}, **options}
     names = ("bootstrap_value", "policy_of", "traj_info_kwargs")
     at_start = {name: options[name] for name in names if name in options}
@@ -63,7 +64,7 @@ def compare(
         if options.get("env_info") is True:
             recorded = ours.samples_np.env.env_info
             options["env_info"] = {n: rows[0, 0] for n, rows in recorded.items() if f"_{n}" in recorded}
-        loop = loop_cls(env_fn, make_agent(), seed=SEED, extra_fields=collector_cls.extra_fields, **options)
+        loop = loop_cls(in_loop or env_fn, make_agent(), seed=SEED, extra_fields=collector_cls.extra_fields, **options)
         for itr in range(n_batches):
             samples, infos = ours.obtain_samples(itr)
             wanted, wanted_infos = loop.obtain_samples(itr)

@@ -270,3 +270,9 @@ def test_game_requests(folder: Path) -> None:
     printed, figures = run_benchmark(folder, "game_requests", "--requests", 20, "--repeats", 2)
     assert list(figures) == ["bare blocking socket", "GameSocket.request", "settimeout"]
     assert all(name in printed and 0 < figures[name]["least"] <= figures[name]["median"] for name in figures)
+
+
+def test_env_process(folder: Path) -> None:
+    printed, figures = run_benchmark(folder, "env_process", "--rounds", 2, "--share", 0.02)
+    assert list(figures) == ["4 numbers", "84x84x4", "256x256x6, 393 kB", "4 x 512x512x3, 3 MB"]
+    assert all(name in printed and 0 < each["low"] <= each["ratio"] <= each["high"] for name, each in figures.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from itertools import product
@@ -14,12 +15,15 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+import torch
 from gymnasium.vector import SyncVectorEnv
+from torch import nn
 
 import penstock
 from penstock import (
     AlternatingSampler,
     AsyncSampler,
+    CategoricalPgAgent,
     ConfigError,
     ParallelSampler,
     RandomAgent,
@@ -328,6 +332,39 @@ def test_a_sampler_takes_batches_from_an_old_python(version: str) -> None:
     assert against_loop(batches, own_envs.Numbers, renews=True) == 40
 
 
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(30 * 32, 8)
+
+    def forward(self, observation: Any) -> Any:
+        found = self.body(observation.flatten(-2).float() / 255)
+        return found[..., :7], found[..., 7]
+
+
+@pytest.mark.slow
+def test_a_game_that_needs_an_old_gym_and_an_old_numpy_is_trained() -> None:
+    """Some batches of REINFORCE: a sampler in today's Python, Super Mario Bros. in its own."""
+    python = old_python("3.7")
+    if subprocess.run([python, "-c", "import gym_super_mario_bros"], check=False).returncode:
+        pytest.skip("gym-super-mario-bros is not here: .ci/old_gyms installs it, with a C++ compiler")
+    make = partial(EnvProcess, "own_envs:super_mario", python=python, path=[PROGRAMS])
+    agent = CategoricalPgAgent(Pictures)
+    with ParallelSampler(make, batch_T=16, batch_B=2, n_workers=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(agent, seed=1)
+        before, optimizer = agent.model.body.weight.clone(), torch.optim.Adam(agent.model.parameters())
+        for itr in range(3):
+            samples, _ = sampler.obtain_samples(itr)
+            loss = -(agent.evaluate(samples).log_prob * samples.env.reward).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            agent.sync_shared_memory()
+            assert samples.env.observation.float().std() > 1
+    assert not torch.equal(agent.model.body.weight, before)
+
+
 # ---- arguments ---------------------------------------------------------------------------------------
 
 
@@ -339,6 +376,8 @@ def test_a_sampler_takes_batches_from_an_old_python(version: str) -> None:
         ({"target": make_other, "python": sys.executable}, ConfigError, "since it runs in another Python"),
         ({"kwargs": {"shape": object()}}, ConfigError, r"kwargs of EnvProcess: <object.*cannot be sent: use numbers"),
         ({"step_timeout": 0}, ConfigError, "step_timeout must be a positive number"),
+        ({"environ": 3}, ConfigError, "environ must have names and texts"),
+        ({"spaces": 3}, ConfigError, "spaces must be"),
         ({"renew_every": 0}, ConfigError, "renew_every must be"),
         ({"max_rss": "many"}, ConfigError, "max_rss must be"),
         ({"target": "own_envs:NoSpace"}, SpaceError, r"cannot send the space 'Sequence\(Discrete"),

@@ -35,10 +35,10 @@ def victims(mark: str, main: int) -> dict[str, list[int]]:
             if "host.py" not in " ".join(process.cmdline()):
                 continue
             hosts.append(pid)
-            if (worker := process.parent()) is not None and worker.pid not in (1, main):
-                workers.add(worker.pid)
-                if (supervisor := worker.parent()) is not None and supervisor.pid not in (1, main):
-                    supervisors.add(supervisor.pid)
+            above = [each.pid for each in process.parents()]
+            if main in above[2:]:  # else its worker has died, and the supervisor is now its parent
+                workers.add(above[0])
+                supervisors.add(above[1])
         except psutil.NoSuchProcess:
             continue
     found = {"environment": hosts, "worker": sorted(workers), "supervisor": sorted(supervisors), "main": [main]}
@@ -61,8 +61,7 @@ def test_nothing_hangs_nothing_is_wrong_and_nothing_is_left(trial: int, tmp_path
         for n in range(N_SIGNALS):
             pause(draw.uniform(0, 0.5))
             kind = last if n == N_SIGNALS - 1 else draw.choice(["environment", "environment", "worker"])
-            until(lambda kind=kind: kind in victims(mark, main.pid))
-            victim = draw.choice(victims(mark, main.pid)[kind])
+            victim = draw.choice(until(lambda kind=kind: victims(mark, main.pid).get(kind)))
             sent = draw.choice(TO_ENVIRONMENTS) if kind == "environment" else signal.SIGKILL
             if psutil.pid_exists(victim):
                 os.kill(victim, sent)

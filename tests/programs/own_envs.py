@@ -266,3 +266,19 @@ class Dying(Numbers):
         if self.rank == 0 and self.rng.randint(12) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
+
+
+def super_mario() -> Any:
+    """A game of the year 1985, whose package needs a gym of 2021 and numpy 1: small grey pictures, seven actions."""
+    movements = importlib.import_module("gym_super_mario_bros.actions").SIMPLE_MOVEMENT
+    game = importlib.import_module("gym_super_mario_bros").make("SuperMarioBros-v0")
+
+    class Small(gym.ObservationWrapper):  # type: ignore[misc]
+        def __init__(self, env: Any) -> None:
+            super().__init__(env)
+            self.observation_space = S.Box(0, 255, (30, 32), np.uint8)
+
+        def observation(self, observation: Any) -> Any:
+            return observation[::8, ::8].mean(-1).astype(np.uint8)
+
+    return Small(importlib.import_module("nes_py.wrappers").JoypadSpace(game, movements))

@@ -33,6 +33,7 @@ from penstock import (
     CategoricalPgAgent,
     ConfigError,
     DeterministicPgAgent,
+    EnvProcess,
     EpsilonGreedyAgent,
     FunctionAgent,
     GaussianPgAgent,
@@ -82,6 +83,10 @@ class Fresh(Walk):
 
 def fresh_rows(mode: AutoresetMode, env_fn: Any = Fresh) -> Any:
     return lambda num_envs: SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
+
+
+def in_own_process() -> Any:
+    return EnvProcess(Walk)
 
 
 class Rounded(Numbered):
@@ -158,6 +163,7 @@ Options = dict[str, Any]
 KINDS: dict[str, tuple[Any, Options]] = {
     "single": (Walk, {}),
     "nested": (Nested, {}),
+    "own process": (in_own_process, {}),
     "batched, nested": (fresh_rows(AutoresetMode.DISABLED, Nested), {"batched": True}),
     **{f"batched, {mode.name}": (fresh_rows(mode), {"batched": True}) for mode in AutoresetMode},
     "lock-step": (partial(ScriptedGame, 4), {}),
@@ -374,6 +380,8 @@ def makes_sense(cell: Cell) -> bool:
     """Whether the agent takes what the environments return, and these have what is asked for."""
     kind, form, agent, _, recorded, _ = cell
     has_games = kind.startswith(("lock-step", "turns"))
+    if kind == "own process" and not FULL:  # it takes a second to start those of a cell
+        return (form, agent, recorded, cell[-1]) == ("", "random", "nothing more", "5 x 3")
     if ("odd" in form and kind not in ODD) or (recorded == "env_info" and has_games):  # they give no info
         return False
     if "own starts" in form and kind.endswith("_STEP"):  # it resets its rows itself
@@ -462,7 +470,8 @@ def run_cell(cell: Cell) -> None:
     only_ours = {**of_sampler, **more.pop("sampler", {})}
     sizes = {"batch_T": T, "batch_B": B, "n_batches": n}
     options = {"max_decorrelation_steps": scaled(100, 25), **of_kind, **FORMS[form], **of_agent, **more}
-    compare(cls, env_fn, make_agent, sampler=only_ours, **options, **sizes)
+    in_loop = Walk if kind == "own process" else None
+    compare(cls, env_fn, make_agent, sampler=only_ours, in_loop=in_loop, **options, **sizes)
 
 
 @pytest.mark.parametrize(("pair", "cell"), sorted(refused_cells().items()), ids="; ".join)
