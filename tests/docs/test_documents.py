@@ -83,8 +83,19 @@ ENVIRONMENTS, BATCHED, SUBCLASSING = "docs/environments.md", "docs/batched.md", 
 
 
 @pytest.mark.usefixtures("starter")
-def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
-    example = blocks("README.md")[1].replace("range(100)", f"range({scaled(100, 40)})")
+def test_the_second_example_of_the_readme_shows_something_at_once(tmp_path: Path) -> None:
+    example = blocks("README.md")[1]
+    assert len(example.splitlines()) <= 15
+    script = tmp_path / "script.py"
+    script.write_text(example, encoding="utf-8")
+    done = run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"torch.Size\(\[64, 16, 4\]\)\nTrajInfo\(.*Return=.*\)\n", done.stdout), done.stdout
+
+
+@pytest.mark.usefixtures("starter")
+def test_the_loop_of_the_readme_runs_as_a_script_and_learns(tmp_path: Path) -> None:
+    example = blocks("README.md")[2].replace("range(100)", f"range({scaled(100, 40)})")
     script = tmp_path / "script.py"
     script.write_text(example, encoding="utf-8")
     done = run(script, cwd=tmp_path)
@@ -106,6 +117,7 @@ def test_readmes_and_the_change_log_are_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
     assert words.index("test") < 0.5 * len(words), "`make test` belongs in the first half"
+    assert "multi-agent," in words, "the word for which people search"
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 1000
     words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
