@@ -74,8 +74,8 @@ def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str,
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```python" in path.read_text())
 # Other tests execute these, and look at their results.
 ELSEWHERE = re.findall(r'"docs/(\w+\.md)"', (Path(__file__).parent / "test_documents.py").read_text(encoding="utf-8"))
-# tests/distributed executes the first three.
-ELSEWHERE += ["cluster.md", "control_plane.md", "recipes/machines.md", "migration/rlpyt.md"]
+# tests/distributed executes the first three, test_engine.py the next.
+ELSEWHERE += ["cluster.md", "control_plane.md", "recipes/machines.md", "recipes/engines.md", "migration/rlpyt.md"]
 OWN = [page for page in PAGES if page not in ELSEWHERE]
 
 
