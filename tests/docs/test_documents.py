@@ -124,6 +124,19 @@ def test_readmes_and_the_change_log_are_short() -> None:
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
 
 
+def test_the_change_log_names_nothing_that_is_gone() -> None:
+    """It is that of a first version: each name in it is in the code, or Gymnasium's."""
+    rooms = [path.resolve() for path in (ROOT / "src/penstock").iterdir()]
+    files = [file for room in rooms for file in (room.rglob("*.py") if room.is_dir() else [room])]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (*files, ROOT / "setup.py") if file.suffix == ".py")
+    known = {*re.findall(r"\w+", code), *vars(gym.wrappers)}
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    named = {word for code in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[A-Za-z_]\w*", code)}
+    assert len(named) > 100
+    assert named <= known
+    assert not re.search(r"\b(gone|removed|renamed|no longer|formerly)\b", text)
+
+
 def test_the_sticky_collector_of_the_guide() -> None:
     cls, batches = page(COLLECTORS)["StickyCollector"], []
     for n_workers in (1, 2, 3):
