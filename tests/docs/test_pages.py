@@ -57,6 +57,7 @@ def shortened(block: str) -> str:
     if not FULL:  # fewer environments, episodes, and updates in an iteration
         found = found.replace("range(1, 41)", "range(1, 12)")
         found = re.sub(r"(batch_T=\d+,\s+batch_B=)(8|16|32)\b", r"\g<1>4", found)
+        found = found.replace("buffer_num=8", "buffer_num=4")  # tianshou's: one part for each environment
         found = re.sub(r"(?<=[( ]episodes=)(10|20|50)\b", "4", found)
         found = re.sub(r"(?<=\.learn\()1_000\b", "300", found)
         found = re.sub(r"(?<=for _ in range\()(8|16|32)(?=\))", "4", found)
