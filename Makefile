@@ -110,7 +110,7 @@ $(PEERS)/.dependencies: setup.py constraints.txt benchmarks/peers.txt
 	$(PEERS)/bin/python -m pip freeze | grep -E '^(torch|numpy|gymnasium)==' > $(PEERS)/pins.txt
 	: > $(PEERS)/skipped.txt
 	grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
-		$(PEERS)/bin/python $(PIP) -c $(PEERS)/pins.txt "$$peer" > $(PEERS)/pip.txt 2>&1 || \
+		$(PEERS)/bin/python $(PIP) -c $(PEERS)/pins.txt $$peer > $(PEERS)/pip.txt 2>&1 || \
 			echo "$$peer: $$(grep -oE '([A-Za-z.]+Error|ERROR): .*' $(PEERS)/pip.txt | tail -1)" >> $(PEERS)/skipped.txt; \
 	done
 	$(PYTHON) -m venv $(PEERS)/sample-factory

@@ -350,9 +350,9 @@ def pufferlib(work: Work) -> Loop:
     import pufferlib.vector
 
     creator = partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=work.make_env)
-    envs = pufferlib.vector.make(
-        creator, backend=pufferlib.vector.Multiprocessing, num_envs=work.n_envs, num_workers=work.n_workers
-    )
+    sizes = {"num_envs": work.n_envs, "num_workers": work.n_workers}
+    # overwork: otherwise it refuses more workers than physical cores
+    envs = pufferlib.vector.make(creator, backend=pufferlib.vector.Multiprocessing, overwork=True, **sizes)
     return Loop(work, lambda action: envs.step(action)[:4], envs.reset()[0], envs.close)
 
 

@@ -262,8 +262,8 @@ def first_line(text: str) -> str:
     return line if len(line) <= 160 else f"{line[:155]} ..."
 
 
-def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> str:
-    """All tables, and the peers that are not installed."""
+def tables(results: Sequence[dict[str, Any]], skipped: Path | None, libraries: dict[str, str]) -> str:
+    """All tables, the versions of the libraries, and the peers that are not installed."""
     lines = [line for result in results for line in [*(pauses if result["pause"] else table)(result), ""]]
     back_to_back = [result for result in results if not result["pause"]]
     if back_to_back:
@@ -271,13 +271,22 @@ def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> st
     if paused := [result for result in results if result["pause"]]:
         for kind in ("sleep", "work"):
             lines += [f"With pauses ({kind}):", "", *aims([only_paused(result, kind) for result in paused]), ""]
+    if libraries:
+        lines += ["| library | version |", "| --- | --- |"]
+        lines += [*(f"| {name} | {version} |" for name, version in libraries.items()), ""]
     if skipped is not None and skipped.exists() and (text := skipped.read_text(encoding="utf-8").strip()):
         lines += ["Not installed:", "", *(f"- {first_line(line)}" for line in text.splitlines())]
     return "\n".join(lines)
 
 
-#: The bars of the short picture: the fastest of penstock and of three peers.
-_SHORT = ("penstock ParallelSampler", "a loop in rlpyt's style", "Gymnasium SyncVectorEnv", "SB3 DummyVecEnv")
+#: The bars of the short picture: the fastest of penstock and of four peers.
+_SHORT = (
+    "penstock ParallelSampler",
+    "a loop in rlpyt's style",
+    "EnvPool (its own CartPole in C++)",
+    "Gymnasium SyncVectorEnv",
+    "SB3 DummyVecEnv",
+)
 _GREY, OWN, OTHER = "#808080", "#0f9d8c", "#9aa5b1"  # can be read on white and on black
 
 

@@ -27,10 +27,12 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,16 @@ def joined(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def versions() -> dict[str, str]:
+    """The libraries of peers.txt that are installed, and Sample Factory, which has a virtual environment of its own."""
+    lines = (Path(__file__).parent / "peers.txt").read_text(encoding="utf-8").splitlines()
+    names = {found[1] for line in lines if (found := re.match(r"(?:--\S+ )*([a-z][\w.-]*)", line))} | {"sample-factory"}
+    places = [*sys.path, *map(str, Path(sys.prefix).glob("sample-factory/lib/python*/site-packages"))]
+    # A place that comes first wins, as in an import.
+    found_there = {each.name.lower().replace("_", "-"): each.version for each in [*distributions(path=places)][::-1]}
+    return {name: found_there[name] for name in sorted(names & found_there.keys())}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", help=f"of {', '.join(WORK_NAMES)}; all by default")
@@ -111,8 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from peer_report import draw, tables
 
     results: list[dict[str, Any]] = []
+    libraries: dict[str, str] = {} if args.report else versions()
     for file in args.report or ():
-        results = joined([*results, *json.loads(file.read_text(encoding="utf-8"))["results"]])
+        content = json.loads(file.read_text(encoding="utf-8"))
+        results = joined([*results, *content["results"]])
+        libraries |= content.get("libraries", {})
     if not args.report:
         from peer_adapters import contestants_of
 
@@ -124,9 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.json:
         from turns import machine
 
-        content = {**machine(), "load": os.getloadavg(), "results": results}
+        content = {**machine(), "libraries": libraries, "load": os.getloadavg(), "results": results}
         args.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    print(tables(results, args.skipped))
+    print(tables(results, args.skipped, libraries))
     if args.picture:
         draw(results, args.picture)
         draw(results, args.picture.with_stem(f"{args.picture.stem}_short"), only=results[0]["work"])

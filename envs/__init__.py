@@ -7,7 +7,7 @@ from penstock.envs.infos import InfoWanted, InfoWriter, info_example
 from penstock.envs.recorded_episode import RecordedEpisode, Transition
 from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seat_wrappers import OwnClocks, Seats
-from penstock.envs.seeding import ColumnStreams, EpisodePlan, Purpose, fresh_seed, stream
+from penstock.envs.seeding import ColumnStreams, EpisodePlan, Purpose, fresh_seed, independent_seeds, stream
 from penstock.envs.state import check_env_state
 from penstock.envs.toy import CountingEnv, NestedEnv, ScriptedGame, SlowEnv
 from penstock.envs.wrappers import BatchedEpisodicLife, EpisodicLife, MaskInObservation
@@ -43,6 +43,7 @@ __all__ = [
     "env_factories",
     "example_of",
     "fresh_seed",
+    "independent_seeds",
     "info_example",
     "observation_example",
     "stream",

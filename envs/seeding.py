@@ -7,6 +7,7 @@ spawn key. So the streams of the seeds 0 and 1 are independent too.
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arguments import must_be
+from penstock.arguments import integer, must_be
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, brief
 
@@ -93,6 +94,26 @@ def episode_options(
             f"{brief(options)}"
         )
     return None if options is None else dict(options)
+
+
+def independent_seeds(seed: int, n: int) -> list[int]:
+    """Seeds for the n environments of one run. Runs with neighbouring seeds get others.
+
+    `reset(seed=s)` of Gymnasium's vector environments and of `ShmVectorEnv` gives environment i the seed s + i. So of
+    eight environments, the runs with the seeds 0 and 1 share seven. Write `reset(seed=independent_seeds(s, 8))`.
+
+    Returns n different integers in `range(2**32)`, the same in every process and on every machine. The first k are
+    `independent_seeds(seed, k)`. They are those that a sampler gives its environments, by `numpy.random.SeedSequence`.
+
+    Raises `ConfigError` if `seed` or `n` is no integer of at least 0.
+    """
+    integer("seed", seed, least=0, most=None)
+    found: dict[int, None] = {}
+    for env_rank in range(integer("n", n, least=0)):
+        sequence = np.random.SeedSequence(seed, spawn_key=(Purpose.TRAIN, env_rank))
+        words = (int(word) for k in itertools.count(1) for word in sequence.generate_state(k)[-1:])
+        found[next(word for word in words if word not in found)] = None
+    return list(found)
 
 
 def eval_seed(seed: int, k: int) -> int:

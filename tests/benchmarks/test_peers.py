@@ -96,6 +96,7 @@ ALE_PEERS = {"ALE AtariVectorEnv", "ALE AtariVectorEnv, send and recv", "penstoc
         ("short", {"TorchRL MultiSync", "TorchRL MultiAsync"}),
         ("uneven", {"TorchRL AsyncBatched", "TorchRL AsyncBatched, server process"}),
         ("uneven", {"Sample Factory"}),
+        ("random", {"PufferLib"}),
         # Daily, ALE only in `test_what_is_ready_is_stepped_and_recorded`: all load the same games.
         *scaled([("pong", ALE_PEERS)], []),
     ],
@@ -107,14 +108,18 @@ def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str])
         if not Path(sys.prefix, "sample-factory").exists():
             pytest.skip("needs the virtual environment of `make peers`")
     else:
-        pytest.importorskip("ale_py" if work == "pong" else "torchrl")
-    _, content = peers(work, "--only", *names, "--repeats", scaled(2, 1), "--seconds", 0.01)
+        libraries = {"pong": "ale_py", "random": "pufferlib"}
+        pytest.importorskip(libraries.get(work, "torchrl"))
+    printed, content = peers(work, "--only", *names, "--repeats", scaled(2, 1), "--seconds", 0.01)
     (result,) = content["results"]
     assert not result["missing"]
     assert len(result["rounds"]) == scaled(2, 1)
     for turns in result["rounds"]:
         assert turns.keys() == names
         assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
+    for name, version in content["libraries"].items():
+        assert f"| {name} | {version} |" in printed
+    assert ("pufferlib-core" in content["libraries"]) is (importlib.util.find_spec("pufferlib") is not None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pufferlib") is not None, reason="PufferLib is installed here")
@@ -214,7 +219,13 @@ def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[...
     expected = {name: f"{rate:,}" for name, rate in sorted(RATES.items(), key=lambda item: -item[1])}
     assert list(bars(picture).items()) == list(expected.items()), "the fastest is at the top, the slowest is there too"
     short = bars(picture.with_name("peers_short.svg"))
-    few = {"penstock ParallelSampler", "a loop in rlpyt's style", "Gymnasium SyncVectorEnv", "SB3 DummyVecEnv"}
+    peers = {
+        "a loop in rlpyt's style",
+        "EnvPool (its own CartPole in C++)",
+        "Gymnasium SyncVectorEnv",
+        "SB3 DummyVecEnv",
+    }
+    few = {"penstock ParallelSampler", *peers}
     assert list(short.items()) == [(name, number) for name, number in expected.items() if name in few]
     for file, n_own in ((picture, 4), (picture.with_name("peers_short.svg"), 1)):
         assert file.read_text(encoding="utf-8").count(OWN) == n_own, "penstock's bars have a colour of their own"

@@ -83,8 +83,19 @@ ENVIRONMENTS, BATCHED, SUBCLASSING = "docs/environments.md", "docs/batched.md", 
 
 
 @pytest.mark.usefixtures("starter")
-def test_the_readme_example_runs_as_a_script_and_learns(tmp_path: Path) -> None:
-    example = blocks("README.md")[1].replace("range(100)", f"range({scaled(100, 40)})")
+def test_the_second_example_of_the_readme_shows_something_at_once(tmp_path: Path) -> None:
+    example = blocks("README.md")[1]
+    assert len(example.splitlines()) <= 15
+    script = tmp_path / "script.py"
+    script.write_text(example, encoding="utf-8")
+    done = run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"torch.Size\(\[64, 16, 4\]\)\nTrajInfo\(.*Return=.*\)\n", done.stdout), done.stdout
+
+
+@pytest.mark.usefixtures("starter")
+def test_the_loop_of_the_readme_runs_as_a_script_and_learns(tmp_path: Path) -> None:
+    example = blocks("README.md")[2].replace("range(100)", f"range({scaled(100, 40)})")
     script = tmp_path / "script.py"
     script.write_text(example, encoding="utf-8")
     done = run(script, cwd=tmp_path)
@@ -106,9 +117,23 @@ def test_readmes_and_the_change_log_are_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
     assert words.index("test") < 0.5 * len(words), "`make test` belongs in the first half"
+    assert "multi-agent," in words, "the word for which people search"
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 1000
     words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
+
+
+def test_the_change_log_names_nothing_that_is_gone() -> None:
+    """It is that of a first version: each name in it is in the code, or Gymnasium's."""
+    rooms = [path.resolve() for path in (ROOT / "src/penstock").iterdir()]
+    files = [file for room in rooms for file in (room.rglob("*.py") if room.is_dir() else [room])]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (*files, ROOT / "setup.py") if file.suffix == ".py")
+    known = {*re.findall(r"\w+", code), *vars(gym.wrappers)}
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    named = {word for code in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[A-Za-z_]\w*", code)}
+    assert len(named) > 100
+    assert named <= known
+    assert not re.search(r"\b(gone|removed|renamed|no longer|formerly)\b", text)
 
 
 def test_the_sticky_collector_of_the_guide() -> None:
@@ -322,6 +347,8 @@ def test_the_recipes_run_as_written(tmp_path: Path) -> None:
     assert namespace["GameInfo"]().traj_done(True, False, {"game_over": False}) is False
     assert namespace["GameInfo"]().traj_done(False, True, {"game_over": False}) is True
     assert (namespace["samples"].env.reward == 2).all()
+    new, old = (namespace["results"].values(policy, "return") for policy in ("new", "old"))
+    assert namespace["gain"].estimate == pytest.approx((np.array(new) - old).mean())
     if can_film:
         assert (tmp_path / "last.mp4").stat().st_size
 

@@ -57,6 +57,7 @@ def shortened(block: str) -> str:
     if not FULL:  # fewer environments, episodes, and updates in an iteration
         found = found.replace("range(1, 41)", "range(1, 12)")
         found = re.sub(r"(batch_T=\d+,\s+batch_B=)(8|16|32)\b", r"\g<1>4", found)
+        found = found.replace("buffer_num=8", "buffer_num=4")  # tianshou's: one part for each environment
         found = re.sub(r"(?<=[( ]episodes=)(10|20|50)\b", "4", found)
         found = re.sub(r"(?<=\.learn\()1_000\b", "300", found)
         found = re.sub(r"(?<=for _ in range\()(8|16|32)(?=\))", "4", found)
@@ -74,8 +75,8 @@ def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str,
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```python" in path.read_text())
 # Other tests execute these, and look at their results.
 ELSEWHERE = re.findall(r'"docs/(\w+\.md)"', (Path(__file__).parent / "test_documents.py").read_text(encoding="utf-8"))
-# tests/distributed executes the first three.
-ELSEWHERE += ["cluster.md", "control_plane.md", "recipes/machines.md", "migration/rlpyt.md"]
+# tests/distributed executes the first three, test_engine.py the next.
+ELSEWHERE += ["cluster.md", "control_plane.md", "recipes/machines.md", "recipes/engines.md", "migration/rlpyt.md"]
 OWN = [page for page in PAGES if page not in ELSEWHERE]
 
 

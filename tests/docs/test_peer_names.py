@@ -114,6 +114,13 @@ def test_every_page_is_looked_up_or_says_why_not() -> None:
     assert {path.stem for path in PAGES.glob("*.md")} == PEERS.keys() | WITHOUT
 
 
+@pytest.mark.parametrize("page", sorted(PEERS.keys() | WITHOUT))
+def test_every_page_leads_to_evaluations(page: str) -> None:
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    assert "penstock.evaluate" in text
+    assert "start_evaluation" in text
+
+
 @pytest.mark.parametrize("page", PEERS)
 def test_the_names_on_a_page_are_in_its_library(page: str) -> None:
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")

@@ -77,8 +77,11 @@ def test_the_figures_of_peers_are_the_same_everywhere() -> None:
     assert sorted(shown["peers"]) == sorted(rates)
     assert set(shown["peers_short"]) <= set(rates)
     quoted = re.findall(r"^\|[^|]+\| \**([\d,]{4,})\** \|", readme, re.MULTILINE)
-    assert len(quoted) == 8
+    assert len(quoted) == 9
     assert set(quoted) <= set(rates)
+    (training,) = re.findall(r"training\n? +of CartPole is ([\d.]+) times as fast as with CleanRL's loop", readme)
+    (measured,) = re.findall(r"^\| `ParallelSampler` \| 5.6 \| 6.2 \| ([\d.]+) \(", benchmarks, re.MULTILINE)
+    assert training == f"{float(measured):.1f}"
 
 
 def test_pages_have_the_words_for_which_readers_search() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.envs import ColumnStreams, Purpose, fresh_seed, stream
+from penstock import RandomAgent, SerialSampler
+from penstock.envs import ColumnStreams, CountingEnv, Purpose, fresh_seed, independent_seeds, stream
+from penstock.errors import ConfigError
 
 seeds = st.integers(0, 2**64)
 purposes = st.sampled_from(Purpose)
@@ -78,3 +83,62 @@ def test_a_stream_is_the_same_as_in_earlier_releases(purpose: Purpose) -> None:
     for key in ((), (3,), (3, 2)):
         sequence = np.random.SeedSequence(7, spawn_key=([*Purpose.__members__].index(purpose.name), *key))
         assert head(stream(7, purpose, *key)) == head(np.random.Generator(np.random.PCG64(sequence)))
+
+
+class Seeded(CountingEnv):
+    """Knows the seed of its first reset."""
+
+    seen: list[int]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            Seeded.seen.append(seed)
+        return super().reset(seed=seed, options=options)
+
+
+@given(st.integers(0, 2**80), st.integers(0, 200), st.integers(0, 200))
+def test_independent_seeds_differ_and_their_first_ones_stay(seed: int, n: int, fewer: int) -> None:
+    found = independent_seeds(seed, n)
+    assert len(set(found)) == len(found) == n
+    assert all(0 <= one < 2**32 for one in found)
+    assert independent_seeds(seed, min(n, fewer)) == found[:fewer]
+
+
+def test_runs_with_neighbouring_seeds_share_no_independent_seed_and_no_random_number() -> None:
+    found = [one for seed in range(200) for one in independent_seeds(seed, 64)]
+    assert len(set(found)) == len(found)
+    heads = [tuple(np.random.default_rng(one).integers(2**63, size=4).tolist()) for one in found]
+    assert len({number for head in heads for number in head}) == 4 * len(found)
+    firsts = np.array([np.random.default_rng(one).standard_normal() for one in found]).reshape(200, 64)
+    correlations = np.corrcoef(firsts)[np.triu_indices(200, 1)]
+    assert abs(correlations.mean()) < 0.01
+    assert correlations.std() == pytest.approx(1 / np.sqrt(63), rel=0.05), "as of independent numbers"
+
+
+def test_a_seed_that_came_before_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(np.random.SeedSequence):
+        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+            return super().generate_state(n_words, dtype) % 16
+
+    monkeypatch.setattr(np.random, "SeedSequence", Small)
+    assert sorted(independent_seeds(0, 16)) == list(range(16))
+    assert independent_seeds(0, 7) == independent_seeds(0, 16)[:7]
+
+
+def test_independent_seeds_are_the_same_in_another_process_and_those_of_a_sampler() -> None:
+    program = "from penstock.envs import independent_seeds; print(*independent_seeds(7, 5))"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    found = independent_seeds(7, 5)
+    assert printed.split() == [str(one) for one in found]
+    assert found == [393969088, 1834709978, 856967280, 31412511, 1171815639]
+    Seeded.seen = []
+    with SerialSampler(Seeded, batch_T=2, batch_B=5, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        sampler.obtain_samples(0)
+    assert Seeded.seen[-5:] == found
+
+
+@pytest.mark.parametrize(("seed", "n"), [(-1, 2), (0.5, 2), (0, -1), ([1, 2], 2)])
+def test_a_wrong_seed_or_number_is_named(seed: Any, n: Any) -> None:
+    with pytest.raises(ConfigError, match="must be an integer of at least 0"):
+        independent_seeds(seed, n)

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv, NestedEnv, independent_seeds
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
@@ -227,3 +227,13 @@ def test_wrappers_without_their_functions_give_the_same(mode: AutoresetMode, fla
         compare(ours, theirs, 40)
         for name in ("_elapsed_steps", "_has_reset"):
             assert ours.get_attr(name) == theirs.get_attr(name)
+
+
+@pytest.mark.parametrize("cls", [SyncVectorEnv, ShmVectorEnv])
+def test_independent_seeds_give_each_run_its_own_environments(cls: Any) -> None:
+    """A number gives runs with neighbouring seeds 3 of 4 equal environments."""
+    for seeds, n_shared in ((lambda run: run, 3), (partial(independent_seeds, n=4), 0)):
+        envs = cls([partial(gym.make, "CartPole-v1")] * 4)
+        first, second = ({tuple(row) for row in envs.reset(seed=seeds(run))[0].tolist()} for run in (0, 1))
+        assert len(first & second) == n_shared
+        envs.close()
