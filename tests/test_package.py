@@ -224,7 +224,8 @@ def test_make_run_installs_no_more_than_it_runs_with(tmp_path: Path) -> None:
         subprocess.run([*command, what], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for what in ("run", "test")
     )
-    assert '".[bench]"' in run and ".[dev]" not in run
+    assert '".[bench]"' in run
+    assert ".[dev]" not in run
     assert '".[dev]"' in test
 
 

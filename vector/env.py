@@ -19,7 +19,7 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.examples import checked_spaces, example_of
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import SeatTable
-from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
+from penstock.envs.seeding import ColumnStreams, EpisodePlan, Purpose, fresh_seed, require_plan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids
 from penstock.vector.step_program import ResetMessage, VectorProgram
@@ -33,6 +33,7 @@ from penstock.vector.vector_arguments import (
     as_mode,
     as_one_dict,
     as_options,
+    as_plan_seeds,
     as_plans,
     as_seeds,
     as_timeout,
@@ -102,6 +103,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             step are lost; the next call works.
         flatten_wrappers: step the wrappers that `gym.make` adds without their Python functions, with the same results.
             False: call the `step` of the outermost wrapper in any case.
+        episode_plan: `episode_plan(i, episode, rng)` returns the options of the reset that begins this episode of
+            environment i, automatic or not: a dict or None. Its seed depends on the seed of `reset`, i and `episode`,
+            so that the episodes are those of a sampler with the same seed and plan. `reset(seed=)`, one integer, begins
+            with episode 0 again; without a seed, the next episodes begin. Not for batched environments.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
@@ -142,6 +147,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         restart_window: float = 60.0,
         check_finite: bool = False,
         flatten_wrappers: bool = True,
+        episode_plan: EpisodePlan | None = None,
         **unknown: NoReturn,  # type checkers refuse every unknown argument, since no value has this type
     ) -> None:
         self._guard = VectorGuard()
@@ -173,7 +179,11 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             may_be_replaced=options.max_restarts > 0,
             seats=seats,
             is_batched=self._is_batched,
+            episode_plan=require_plan("episode_plan", episode_plan),
         )
+        self.has_plan = episode_plan is not None
+        if self.has_plan and self._is_batched:
+            raise ConfigError("episode_plan is not for num_envs: a batched environment resets its rows itself")
         self._ended = np.zeros(self._n_envs, np.bool_)
         with GuardedCall(self._guard, "ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
@@ -272,7 +282,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         return observations, self._exchange.batched(infos)
 
     def _prepared_reset(self, seed: Seeds, options: Options | list[Options]) -> tuple[bytes, list[int | None], Ids]:
-        seeds = as_seeds(seed, self._n_envs)
+        seeds = as_plan_seeds(seed, options, self._n_envs) if self.has_plan else as_seeds(seed, self._n_envs)
         which, env_options = split_mask(options, self._n_envs)
         if self._is_batched:
             env_options = [as_one_dict(env_options)] * self._n_envs
