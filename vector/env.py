@@ -250,14 +250,19 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         observations, infos = self._reset_unbatched(seed, options)
         return observations, self._exchange.batched(infos)
 
-    def _reset_listed(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
-        """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
-        observations, infos = self._reset_unbatched(seed, options)
+    def _reset_listed(
+        self, seed: Seeds, options: Options | list[Options], env_ids: Ids | None = None
+    ) -> tuple[Any, Infos]:
+        """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any. With `env_ids`,
+        only these are reset."""
+        observations, infos = self._reset_unbatched(seed, options, env_ids)
         return observations, self._exchange.listed(infos)
 
-    def _reset_unbatched(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
+    def _reset_unbatched(
+        self, seed: Seeds, options: Options | list[Options], env_ids: Ids | None = None
+    ) -> tuple[Any, Infos]:
         with GuardedCall(self._guard, "reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
-            prepared = self._prepared_reset(seed, options)
+            prepared = self._prepared_reset(seed, options, env_ids)
             if self._guard.state is State.RESETTING:
                 self._workers.wait_steps()
                 self._guard.state = self._state_before_reset
@@ -281,9 +286,12 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             observations, infos = self._take_reset()
         return observations, self._exchange.batched(infos)
 
-    def _prepared_reset(self, seed: Seeds, options: Options | list[Options]) -> tuple[bytes, list[int | None], Ids]:
+    def _prepared_reset(
+        self, seed: Seeds, options: Options | list[Options], env_ids: Ids | None = None
+    ) -> tuple[bytes, list[int | None], Ids]:
         seeds = as_plan_seeds(seed, options, self._n_envs) if self.has_plan else as_seeds(seed, self._n_envs)
         which, env_options = split_mask(options, self._n_envs)
+        which = which if env_ids is None else env_ids
         if self._is_batched:
             env_options = [as_one_dict(env_options)] * self._n_envs
             if len(busy := self._exchange.outstanding_of(self._exchange.together_with(which))):
