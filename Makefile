@@ -177,8 +177,9 @@ sanitize: $(VENV)/.dependencies
 floors:
 	.ci/versions floors
 
-# The tests that need no torch, with each of these versions of Python that is installed. -floors: with the lowest versions.
-PYTHONS ?= 3.10 3.10-floors 3.12 3.13 3.14
+# The tests that need no torch, with each of these versions of Python that is installed. -floors: with the lowest versions;
+# mujoco: the tests of MuJoCo with its newest version.
+PYTHONS ?= 3.10 3.10-floors 3.12 3.13 3.14 mujoco
 pythons:
 	.ci/versions $(PYTHONS)
 
