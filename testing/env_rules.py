@@ -52,7 +52,7 @@ class EnvFigures:
     def __str__(self) -> str:
         return (
             f"reset: {1e3 * self.reset:.3g} ms, the slowest of {self.n_episodes} {1e3 * self.slowest_reset:.3g} ms\n"
-            f"step: {1e6 * self.step:.3g} us, the slowest {1e6 * self.slowest_step:.3g} us\n"
+            f"step: {1e3 * self.step:.3g} ms, the slowest {1e3 * self.slowest_step:.3g} ms\n"
             f"memory: grows by {self.memory_per_episode / 1e3:.3g} kB with each episode"
         )
 
