@@ -7,6 +7,10 @@ PIP := -m pip install --quiet --disable-pip-version-check
 ROOMS := agents buffers collectors columns distributed envs evaluation games learning samplers testing tools vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
+INSTALL = rm -rf build && $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation
+TESTABLE := $(VENV)/.dependencies $(VENV)/.installed
+STARTED := $(shell date +%s)
+SECONDS_SO_FAR = $$(( $$(date +%s) - $(STARTED) ))
 
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
@@ -14,18 +18,23 @@ quick test: export PYTHONDONTWRITEBYTECODE =
 .PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers peers-docs scale clean
 
 run: $(VENV)/.installed
+	@echo "Training CartPole with PPO."
 	$(BIN)/python examples/ppo.py --out runs/cartpole
+	@echo "The report: returns, and the speed of this machine."
 	$(BIN)/python benchmarks/report.py runs/cartpole
+	@echo "make run took $(SECONDS_SO_FAR) s."
 
 # What a developer runs all the time: every package with one start method, two cases of each test, in less than a minute.
-quick: $(VENV)/.installed
+quick: $(TESTABLE)
 	$(BIN)/$(PYTEST) -n 2 -m "not slow"
 
 # All tests, except those of the built site (`make docs-test`) and of a GPU (`make gpu`).
-test: $(VENV)/.installed
+test: $(TESTABLE)
+	@echo "Running the tests, some ten minutes with two CPUs."
 	$(BIN)/$(PYTEST) -n 4 -m "not site and not gpu"
+	@echo "make test took $(SECONDS_SO_FAR) s."
 
-check: $(VENV)/.installed
+check: $(TESTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,7 +50,7 @@ docs: $(VENV)/.dependencies
 
 # The built site: its links, its reference, and how it looks in Chromium. Without Chromium, the tests that need it are
 # skipped with the reason.
-docs-test: $(VENV)/.installed
+docs-test: $(TESTABLE)
 	$(BIN)/pytest tests/docs/test_sources.py tests/docs/test_site.py tests/docs/test_browser.py
 
 # An sdist, and wheels for x86_64 and aarch64, for each version of Python that is installed. Each wheel for this processor
@@ -71,11 +80,11 @@ coverage: .venv-ray/.installed
 	@$(COVERAGE) report --format=total
 
 # Where there is a GPU: the tests that need it, and how long it takes to act there. Install a torch with CUDA first.
-gpu: $(VENV)/.installed
+gpu: $(TESTABLE)
 	$(BIN)/pytest -m gpu tests/samplers/test_central_device.py tests/agents/test_torch_agent.py
 	$(BIN)/python benchmarks/gpu.py
 
-bench: $(VENV)/.installed
+bench: $(TESTABLE)
 	$(BIN)/python benchmarks/throughput.py
 
 # penstock and its peers in one run, in a virtual environment of their own. Takes some 35 minutes. To measure one work
@@ -125,25 +134,29 @@ $(PEERS)/.installed: $(PEERS)/.dependencies $(SOURCES)
 
 # The names of other libraries in docs/migration and the code there, each with its library.
 PEER_PAGES ?= torchrl tianshou skrl sb3 sample_factory rllib pufferlib
-peers-docs: $(VENV)/.installed
+peers-docs: $(TESTABLE)
 	PYTHON=$(PYTHON) .ci/peers_docs $(PEER_PAGES)
 
 # torch first, under its pin: otherwise pip would fetch gigabytes of another build.
-$(VENV)/.dependencies: setup.py constraints.txt
-	@echo "Installing torch, penstock and what it needs into $(VENV): some minutes, only once."
+$(VENV)/.basics: setup.py constraints.txt
+	@echo "Installing torch into $(VENV): some 200 MB to fetch, only once."
 	$(PYTHON) -m venv $(VENV)
-	@echo "1 of 2: torch, some 200 MB"
-	$(BIN)/python $(PIP:--quiet=) -c constraints.txt torch
-	@echo "2 of 2: the other packages, and the C code of penstock"
-	$(BIN)/python $(PIP:--quiet=) -c constraints.txt ".[dev]"
+	$(INSTALL) torch numpy setuptools wheel
 	touch $@
 
-# The tests run against the package as it is built and installed, not against the checkout.
-$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES) pyproject.toml README.md
-	@echo "Building and installing penstock from this checkout: some seconds."
-	rm -rf build
-	$(BIN)/python $(PIP) --no-deps --no-build-isolation --force-reinstall .
+# The tests and `make run` use the package as it is built and installed, not the checkout.
+$(VENV)/.installed: $(VENV)/.basics $(SOURCES) pyproject.toml README.md
+	@echo "Building penstock, and installing it with what it needs: half a minute at first, later some seconds."
+	$(INSTALL) --quiet ".[bench]"
+	@echo "Installed after $(SECONDS_SO_FAR) s: $$(du -sm $(VENV) | cut -f1) MB in $(VENV)."
 	touch $@
+
+# What the tests use besides.
+$(VENV)/.dependencies: $(VENV)/.basics
+	@echo "Installing environments, game engines and other libraries for the tests: some 2 GB, minutes, only once."
+	$(INSTALL) ".[dev]"
+	@echo "Installed after $(SECONDS_SO_FAR) s: $$(du -sm $(VENV) | cut -f1) MB in $(VENV)."
+	touch $@ $(VENV)/.installed
 
 # Tests of the compiled parts, built with AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZED := build/sanitized
@@ -164,8 +177,9 @@ sanitize: $(VENV)/.dependencies
 floors:
 	.ci/versions floors
 
-# The tests that need no torch, with each of these versions of Python that is installed. -floors: with the lowest versions.
-PYTHONS ?= 3.10 3.10-floors 3.12 3.13 3.14
+# The tests that need no torch, with each of these versions of Python that is installed. -floors: with the lowest versions;
+# mujoco: the tests of MuJoCo with its newest version.
+PYTHONS ?= 3.10 3.10-floors 3.12 3.13 3.14 mujoco
 pythons:
 	.ci/versions $(PYTHONS)
 
@@ -183,27 +197,27 @@ $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 	$(RAY)/bin/python $(PIP) -c constraints.txt setuptools wheel ".[dev,cluster]"
 	touch $@
 
-chaos: $(VENV)/.installed
+chaos: $(TESTABLE)
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
 # The failure tests at full scale, with many more trials each; takes some 90 minutes. No traceback after 100 s: Python
 # prints it without stopping the thread that it describes, and the process can crash on the way.
 FULL_SCALE = PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 -o faulthandler_timeout=0
-faults: $(VENV)/.installed
+faults: $(TESTABLE)
 	$(FULL_SCALE) tests/process
 
 # The other tests at full scale: every case of each matrix.
-cases: $(VENV)/.installed
+cases: $(TESTABLE)
 	$(FULL_SCALE) tests --ignore=tests/process
 
 # Plants the faults of tests/mutants.txt in copies, one after the other, and says which of them no test notices. To try
 # some: make mutants FAULTS="buffers/ games/"
 FAULTS ?=
-mutants: $(VENV)/.installed
+mutants: $(TESTABLE)
 	$(BIN)/python tests/mutants.py $(FAULTS)
 
 # Real environments, as many as are installed, at 20,000 steps each.
-real: $(VENV)/.installed
+real: $(TESTABLE)
 	PENSTOCK_REAL_STEPS=20000 $(BIN)/pytest -n 2 tests/real/test_long.py
 
 clean:

@@ -81,6 +81,8 @@ class AgentRuntime:
         """Initialize the agent, unless an earlier sampler has done so. Raise `SpaceError` if it was initialized for
         other spaces."""
         agent = self.agent
+        if hasattr(agent, "worker_copy"):
+            raise ConfigError(f"{type(agent).__name__}.worker_copy is not called: its name is copy_for_worker")
         if "observation_space" not in vars(agent):
             try:
                 agent.initialize(observation_space, action_space, seed=seed)

@@ -11,6 +11,7 @@ from penstock.learning.replay_batches import ReplayBatch, SequenceBatch
 from penstock.learning.returns import gae, lambda_return, n_step_return, vtrace
 from penstock.learning.ring import Estimate
 from penstock.learning.steps import Steps
+from penstock.learning.whole_episodes import WholeEpisode, WholeEpisodes
 
 __all__ = [
     "Contents",
@@ -23,6 +24,8 @@ __all__ = [
     "SequenceBatch",
     "Sequences",
     "Steps",
+    "WholeEpisode",
+    "WholeEpisodes",
     "gae",
     "lambda_return",
     "n_step_return",

@@ -1,4 +1,5 @@
-"""For your tests: make workers fail, and check your own collectors, agents, evaluation collectors and `TrajInfo`s."""
+"""For your tests: make workers fail, and check your own environments, collectors, agents, evaluation collectors and
+`TrajInfo`s."""
 
 from penstock.agents.joint import DelegatingAgent
 from penstock.envs import check_env_state
@@ -10,6 +11,7 @@ from penstock.testing.conformance import (
     check_parallel_env,
     check_traj_info,
 )
+from penstock.testing.env_rules import EnvFigures, check_batched, check_env
 from penstock.testing.faults import (
     HOWS,
     Fault,
@@ -31,6 +33,7 @@ __all__ = [
     "HOWS",
     "ConformanceError",
     "DelegatingAgent",
+    "EnvFigures",
     "Fault",
     "FaultyAgent",
     "FaultyEnv",
@@ -41,7 +44,9 @@ __all__ = [
     "UnprintableFault",
     "check_aec_env",
     "check_agent",
+    "check_batched",
     "check_collector",
+    "check_env",
     "check_env_state",
     "check_eval_collector",
     "check_parallel_env",

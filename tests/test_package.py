@@ -213,3 +213,25 @@ def test_the_recipe_for_conda_needs_what_setup_needs() -> None:
     run = re.findall(r"    - (\S+) (>=\S+)", recipe.split("  run:\n")[1].split("\n\n")[0])
     assert {f"{name}{bound}".replace("pytorch", "torch") for name, bound in run} == {*wanted, "python>=3.10"}
     assert f'version: "{penstock.__version__}"' in recipe
+
+
+def test_make_run_installs_no_more_than_it_runs_with(tmp_path: Path) -> None:
+    """The environments and game engines of the tests are some 2 GB."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    command = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}"]
+    run, test = (
+        subprocess.run([*command, what], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for what in ("run", "test")
+    )
+    assert '".[bench]"' in run
+    assert ".[dev]" not in run
+    assert '".[dev]"' in test
+
+
+def test_no_script_of_the_checks_names_the_host_of_a_package_archive() -> None:
+    """They use what this system is set up with: a mirror, or an archive of its own."""
+    hosts = re.compile(r"https?://|\b(?:debian|pypi|npmjs|ubuntu|pythonhosted)\.(?:org|com)\b")
+    for path in [*(ROOT / ".ci").rglob("*"), ROOT / "Makefile"]:
+        if path.is_file() and path.suffix != ".pyc":
+            assert not hosts.findall(path.read_text(encoding="utf-8")), path

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ def describe_machine() -> dict[str, str]:
     cpus = usable_cpus()
     packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil", "fasteners", "threadpoolctl")
     return {
-        "python": platform.python_version(),
+        "python": platform.python_version() + (" (free-threaded)" if is_free_threaded() else ""),
         "system": platform.platform(),
         "packages": ", ".join(map(found, packages)),
         "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
@@ -66,6 +67,7 @@ _LITTLE_MEMORY = 2**30
 def advice() -> Iterator[str]:
     """One sentence or two for each finding: what was found, and what to do. Starts a small sampler."""
     for look in (
+        _interpreter,
         _torch,
         _compiler,
         _cpus,
@@ -79,6 +81,19 @@ def advice() -> Iterator[str]:
         _sampling,
     ):
         yield from look()
+
+
+def is_free_threaded() -> bool:
+    """Whether this interpreter was built to run without the global interpreter lock."""
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def _interpreter() -> Iterator[str]:
+    if is_free_threaded():
+        yield (
+            "this Python is free-threaded. penstock has not been tried there, and its inner loops run in Python. Use "
+            "the usual build of Python."
+        )
 
 
 def _torch() -> Iterator[str]:

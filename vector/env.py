@@ -19,7 +19,7 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.examples import checked_spaces, example_of
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import SeatTable
-from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
+from penstock.envs.seeding import ColumnStreams, EpisodePlan, Purpose, fresh_seed, require_plan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids
 from penstock.vector.step_program import ResetMessage, VectorProgram
@@ -33,6 +33,7 @@ from penstock.vector.vector_arguments import (
     as_mode,
     as_one_dict,
     as_options,
+    as_plan_seeds,
     as_plans,
     as_seeds,
     as_timeout,
@@ -102,6 +103,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             step are lost; the next call works.
         flatten_wrappers: step the wrappers that `gym.make` adds without their Python functions, with the same results.
             False: call the `step` of the outermost wrapper in any case.
+        episode_plan: `episode_plan(i, episode, rng)` returns the options of the reset that begins this episode of
+            environment i, automatic or not: a dict or None. Its seed depends on the seed of `reset`, i and `episode`,
+            so that the episodes are those of a sampler with the same seed and plan. `reset(seed=)`, one integer, begins
+            with episode 0 again; without a seed, the next episodes begin. Not for batched environments.
 
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
@@ -142,6 +147,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         restart_window: float = 60.0,
         check_finite: bool = False,
         flatten_wrappers: bool = True,
+        episode_plan: EpisodePlan | None = None,
         **unknown: NoReturn,  # type checkers refuse every unknown argument, since no value has this type
     ) -> None:
         self._guard = VectorGuard()
@@ -173,7 +179,11 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             may_be_replaced=options.max_restarts > 0,
             seats=seats,
             is_batched=self._is_batched,
+            episode_plan=require_plan("episode_plan", episode_plan),
         )
+        self.has_plan = episode_plan is not None
+        if self.has_plan and self._is_batched:
+            raise ConfigError("episode_plan is not for num_envs: a batched environment resets its rows itself")
         self._ended = np.zeros(self._n_envs, np.bool_)
         with GuardedCall(self._guard, "ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
@@ -240,14 +250,19 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         observations, infos = self._reset_unbatched(seed, options)
         return observations, self._exchange.batched(infos)
 
-    def _reset_listed(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
-        """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
-        observations, infos = self._reset_unbatched(seed, options)
+    def _reset_listed(
+        self, seed: Seeds, options: Options | list[Options], env_ids: Ids | None = None
+    ) -> tuple[Any, Infos]:
+        """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any. With `env_ids`,
+        only these are reset."""
+        observations, infos = self._reset_unbatched(seed, options, env_ids)
         return observations, self._exchange.listed(infos)
 
-    def _reset_unbatched(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
+    def _reset_unbatched(
+        self, seed: Seeds, options: Options | list[Options], env_ids: Ids | None = None
+    ) -> tuple[Any, Infos]:
         with GuardedCall(self._guard, "reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
-            prepared = self._prepared_reset(seed, options)
+            prepared = self._prepared_reset(seed, options, env_ids)
             if self._guard.state is State.RESETTING:
                 self._workers.wait_steps()
                 self._guard.state = self._state_before_reset
@@ -271,9 +286,12 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             observations, infos = self._take_reset()
         return observations, self._exchange.batched(infos)
 
-    def _prepared_reset(self, seed: Seeds, options: Options | list[Options]) -> tuple[bytes, list[int | None], Ids]:
-        seeds = as_seeds(seed, self._n_envs)
+    def _prepared_reset(
+        self, seed: Seeds, options: Options | list[Options], env_ids: Ids | None = None
+    ) -> tuple[bytes, list[int | None], Ids]:
+        seeds = as_plan_seeds(seed, options, self._n_envs) if self.has_plan else as_seeds(seed, self._n_envs)
         which, env_options = split_mask(options, self._n_envs)
+        which = which if env_ids is None else env_ids
         if self._is_batched:
             env_options = [as_one_dict(env_options)] * self._n_envs
             if len(busy := self._exchange.outstanding_of(self._exchange.together_with(which))):

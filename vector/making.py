@@ -4,7 +4,7 @@ name returns."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
-from penstock.workers.affinity import usable_cpus
+from penstock.workers.affinity import cpus_to_fill, usable_cpus
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 
@@ -81,7 +81,7 @@ def concat_vec_envs(
     """
     one_of("base_class", base_class, BASE_CLASSES)
     num_vec_envs = integer("num_vec_envs", num_vec_envs, 1, MOST_ENVS)
-    n_workers = len(usable_cpus()) if num_cpus is None else max(1, integer("num_cpus", num_cpus, 0))
+    n_workers = cpus_to_fill(usable_cpus()) if num_cpus is None else max(1, integer("num_cpus", num_cpus, 0))
     make = env
     if not (callable(env) or isinstance(env, str)):
         try:
@@ -134,6 +134,18 @@ class SeatVecEnv(VectorWrapper):
             infos[row].update(info)
         return observations, rewards.astype("float32"), terminated, truncated, infos
 
+    def env_is_wrapped(self, wrapper_class: type) -> list[bool]:
+        """For each row, whether its `ParallelEnv` is or has a wrapper of this class. SuperSuit says False of each."""
+        wrapped = self.envs.apply(lambda env: any(isinstance(layer, wrapper_class) for layer in _layers(env)))
+        return [wrapped[i] for i in self.envs.env_of_rows]
+
     def render(self) -> Any:
         """The frame of the first environment."""
         return self.envs.call_some([0], "render")[0]
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """The environment and what it wraps."""
+    while env is not None:
+        yield env
+        env = getattr(env, "env", None) or getattr(env, "aec_env", None)

@@ -85,12 +85,13 @@ class Sb3VecEnv(VecEnv):
         """Reset all environments; returns observations `[n, ...]`. The infos are in `reset_infos`.
 
         The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not. An environment of
-        several agents gets the options of its first row.
+        several agents gets the options of its first row. With an `episode_plan`, options come from there only.
         """
         self._is_behind = True
         seeds = self._seeds[: len(self._first_rows)]
         options = [self._options[row] or None for row in self._first_rows]
-        observations, infos = self.envs._reset_listed(seeds, options)
+        has_plan = self.envs.has_plan and not any(options)  # it takes the seed that `seed` was given
+        observations, infos = self.envs._reset_listed(*((seeds[0], None) if has_plan else (seeds, options)))
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
             self.reset_infos[i] = info

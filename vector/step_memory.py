@@ -30,6 +30,8 @@ class VectorMemory:
     - `observation`, `final_observation`, `reward`, `terminated`, `truncated`, `info_seq`, `replied`: the worker writes
       them. `replied` is the number of the request that the others belong to, and is written last. `info_seq` is the
       same number if the worker has sent an info with it.
+    - `episode` `[n, 2]`: with an episode plan, the worker writes the seed of the environment's episodes, -1 if none was
+      given, and the number of the running one.
 
     With `n_seats`, the data of actions and replies are `[n_seats]` instead, and the worker also writes `valid`, `alive`
     and `late_reward` of each seat.
@@ -76,11 +78,12 @@ class VectorMemory:
             replied=count,
             info_seq=count,
             seed=count,
+            episode=ArraySpec((n_envs, 2), np.dtype(np.int64)),
             wake_at=ArraySpec((1,), np.dtype(np.int64)),
             **of_seats,
         )
         rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_rows} environments")
-        rows.arrays.seed[...] = -1
+        rows.arrays.seed[...] = rows.arrays.episode[...] = -1
         has_objects = ObjectParts(observation_space) or ObjectParts(action_space)
         return cls(ControlBlock(n_workers, 1, shared=True), rows, Mailbox(), ObjectSlots() if has_objects else None)
 

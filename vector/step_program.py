@@ -28,7 +28,7 @@ from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.infos import mask_name
 from penstock.envs.rows import arrays_like
 from penstock.envs.seats import SeatTable
-from penstock.envs.seeding import Purpose, seed_generators
+from penstock.envs.seeding import EpisodePlan, Purpose, episode_options, episode_seed, seed_generators
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.objects import ObjectParts, shared_part
 from penstock.vector.step_memory import VectorMemory, copy_rows
@@ -69,12 +69,13 @@ class VectorProgram:
     may_be_replaced: bool  #: whether a worker that dies is replaced
     seats: SeatTable | None = None  #: where environments have several agents
     is_batched: bool = False
+    episode_plan: EpisodePlan | None = None
 
     data_name = "env_fns"
 
     def pickled_parts(self) -> dict[str, Any]:
         """The data that is an argument of the user, by the name of the argument."""
-        return {"autoreset_mode": self.autoreset_mode}
+        return {"autoreset_mode": self.autoreset_mode, "episode_plan": self.episode_plan}
 
     def build(self, context: WorkerContext) -> None:
         """Build this worker's environments."""
@@ -95,6 +96,7 @@ class VectorProgram:
         # episodes were not cut yet.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
         self._uncut = set(self._unseeded)
+        self._episodes, self._generations = counters.episode, [plan.generation] * len(plan.columns)
         self._bind(rows)
 
     def _build_envs(self, factories: Sequence[EnvFactory]) -> list[Any]:
@@ -274,7 +276,8 @@ class VectorProgram:
 
     def _begin(self, envs: Sequence[int]) -> None:
         """Reset environments whose episode is over."""
-        starts = [Start(self._seed_of(e, None)) for e in envs] if self._unseeded else None
+        is_given = self._unseeded or self.episode_plan is not None
+        starts = [self._start_of(e) for e in envs] if is_given else None
         joined = self._columns.reset(envs, starts)[0]
         if self.seats is not None:
             self._join(joined)
@@ -397,7 +400,7 @@ class VectorProgram:
             if others and len(self._unseeded) == n:  # a batched environment resets some rows only after all
                 self._begin(range(n))
                 self._infos.take()  # nobody has asked for them
-            starts = [Start(self._seed_of(e, message.seeds[first + e]), message.options[first + e]) for e in envs]
+            starts = [self._start_of(e, message.seeds[first + e], message.options[first + e]) for e in envs]
             rows: Any = envs if self.is_batched else self._spans[envs[0]]
             joined = () if self.is_batched else self._columns.reset(envs, starts)[0]
             if others is not None:
@@ -432,6 +435,19 @@ class VectorProgram:
                     "Reset all environments at once"
                 )
             row[others] = last
+
+    def _start_of(self, i: int, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+        """How the next episode of environment i begins. With a plan, `seed` is that of its episodes from 0 on."""
+        if self.episode_plan is None:
+            return Start(self._seed_of(i, seed), options)
+        self._unseeded.discard(i)
+        words = self._episodes[i]
+        words[1] += 1
+        if seed is not None:
+            words[:], self._generations[i] = (seed, 0), 0
+        first, episode = words.tolist()
+        key = first if first >= 0 else self.build_seeds[0], self._plan.columns[i], episode, self._generations[i]
+        return Start(episode_seed(*key), episode_options(self.episode_plan, *key))
 
     def _seed_of(self, i: int, given: int | None) -> int | None:
         """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import iterate
 
+from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import as_seeds
@@ -49,10 +50,9 @@ class TianshouVectorEnv:
     def reset(self, env_id: Ids = None, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
         """Begin an episode in these environments, as with tianshou all with the same seed. Returns observations and
         infos."""
-        ids, mask = self._ids(env_id), np.zeros(self.env_num, np.bool_)
-        mask[ids] = True
-        seeds = None if seed is None else [seed] * self.env_num
-        observation, infos = self.envs._reset_listed(seeds, {**(options or {}), "reset_mask": mask})
+        ids = self._ids(env_id)
+        seeds: Any = seed if seed is None or self.envs.has_plan else [seed] * self.env_num
+        observation, infos = self.envs._reset_listed(seeds, options, np.unique(ids))
         return self._rows(observation, ids), self._infos(infos, ids)
 
     def step(self, action: Any, id: Ids = None) -> tuple[Any, Any, Any, Any, Any]:
@@ -66,9 +66,34 @@ class TianshouVectorEnv:
             info["env_id"] = i
         return self._rows(observation, back), *(result[back] for result in results), env_infos
 
+    def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
+        """This attribute of these environments."""
+        return self._call(EnvCall("get_attr", key, only=self._only(id)), id)
+
+    def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
+        """Set this attribute of these environments."""
+        self._call(EnvCall("set_attr", key, values=[value] * self.env_num, only=self._only(id)), id)
+
+    def render(self, **kwargs: Any) -> list[Any]:
+        """What `render` of each environment returns."""
+        return self._call(EnvCall("call", "render", kwargs=kwargs), None)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self.envs.closed)
+
     def close(self) -> None:
         """End the workers."""
         self.envs.close()
+
+    def _only(self, which: Ids) -> frozenset[int]:
+        return frozenset(self._ids(which).tolist())
+
+    def _call(self, call: EnvCall, which: Ids) -> list[Any]:
+        ids = self._ids(which)
+        results = dict(zip(np.unique(ids).tolist(), self.envs._call(call), strict=True))
+        return [results[i] for i in ids.tolist()]
 
     def _ids(self, which: Ids) -> Any:
         return np.arange(self.env_num) if which is None else np.atleast_1d(which)

@@ -206,6 +206,13 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
     return [first + i for i in range(n_envs)]
 
 
+def as_plan_seeds(seed: object, options: object, n_envs: int) -> list[int | None]:
+    """The same for environments with an episode plan: all have the same seed, and `options` come from the plan."""
+    is_mask = options is None or (isinstance(options, dict) and options.keys() <= {"reset_mask"})
+    must_be("options", options, is_mask, "None, or a dict with reset_mask only: the others come from episode_plan")
+    return [None if seed is None else integer("seed (with episode_plan)", seed, 0, 2**63 - 1)] * n_envs
+
+
 def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, Sequence[Options]]:
     """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
     given: Any = options if isinstance(options, list) else [options] * n_envs

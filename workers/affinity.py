@@ -45,8 +45,9 @@ def cpu_quota(*where: Path) -> float:
 
 
 def cpus_to_fill(mask: Sequence[int]) -> int:
-    """How many processes keep the CPUs of `mask` busy: one for each, and no more than the quota of the container."""
-    return max(1, math.floor(min(len(mask), cpu_quota())))
+    """How many processes keep the CPUs of `mask` busy: one for each, and no more than the quota of the container. Where
+    the system has no mask, and it is empty, all CPUs count."""
+    return max(1, math.floor(min(len(mask) or os.cpu_count() or 1, cpu_quota())))
 
 
 def pin(cpus: Sequence[int]) -> None:

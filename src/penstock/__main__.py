@@ -24,13 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("machine", help="the versions, and what this machine offers (also without a command)")
     commands.add_parser("doctor", help="the same, with advice for what is missing or slow")
     _add_tune(commands.add_parser("tune", help="try samplers with an environment, and recommend the fastest"))
+    _add_check(commands.add_parser("check", help="check an environment: what repeats, what leaks, what is slow"))
     eval_command.add_arguments(commands.add_parser("eval", help=eval_command.HELP))
     _add_worker(commands.add_parser("worker", help="run a worker of a distributed experiment"))
     _add_join(commands.add_parser("join", help="take part in an experiment that runs on another machine"))
     _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
     args = parser.parse_args(arguments)
     functions = {"tune": _tune, "worker": _worker, "join": _join, "status": _status, "doctor": _doctor}
-    functions["eval"] = eval_command.run
+    functions |= {"eval": eval_command.run, "check": _check}
     try:
         return functions.get(args.command, _machine)(args)
     except PenstockError as error:
@@ -89,6 +90,32 @@ def _tune(args: argparse.Namespace) -> int:
     if report.rows:
         print(report)
     return status or int(report.best is None)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="ENV", help="MODULE:ENV_FN, or an environment id such as CartPole-v1")
+    parser.add_argument("--batched", metavar="ENV", help="compare this batched environment with it, step by step")
+    parser.add_argument("--close", action="store_true", help="with --batched: numbers may differ by rounding")
+    parser.add_argument("--episodes", type=int, default=40, metavar="N", help="episodes that may leak (40)")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="most steps of an episode (200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first episode (0)")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from penstock.testing import ConformanceError, check_batched, check_env
+
+    env_fn = load_named(args.env)
+    try:
+        if args.batched is not None:
+            n = check_batched(load_named(args.batched), env_fn, close=args.close, seed=args.seed)
+            print(f"{args.batched} does what {args.env} does, in {n} episodes.")
+        else:
+            print(check_env(env_fn, n_episodes=args.episodes, max_steps=args.steps, seed=args.seed))
+            print(f"{args.env} breaks no rule.")
+    except ConformanceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:

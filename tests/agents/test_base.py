@@ -36,6 +36,15 @@ def generators(n: int) -> list[np.random.Generator]:
     return [np.random.default_rng(i) for i in range(n)]
 
 
+def test_an_agent_that_overrides_the_old_name_of_its_copy_is_told_the_new_one() -> None:
+    class Old(RandomAgent):
+        def worker_copy(self) -> Any:
+            return self
+
+    with pytest.raises(ConfigError, match=r"Old\.worker_copy is not called: its name is copy_for_worker"):
+        Old().runtime.ensure_initialized(OBSERVATIONS, ACTIONS, 0)
+
+
 def test_an_agent_without_a_value_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"Scripted has no value\(\): override it, or .*bootstrap_value=False"):
         Scripted([]).value(None, None, np.zeros(2, np.float32))

@@ -266,6 +266,9 @@ def test_the_testing_page_runs_as_written(capsys: pytest.CaptureFixture[str]) ->
     shown = re.search(r"```\n(Forgetful breaks .*?)```", TESTING, re.DOTALL)
     assert shown is not None
     assert re.fullmatch(re.escape(shown[1]).replace(r"\.\.\.", r"[^\n]+"), capsys.readouterr().out)
+    names["test_my_single_environment"]()
+    assert re.match(r"reset: .*\nstep: .*\nmemory: ", capsys.readouterr().out)
+    names["test_my_engine"]()
     names["test_my_program_when_a_worker_is_killed"]()
 
 

@@ -36,6 +36,8 @@ def refuse_folder() -> Any:
         ("_cpus", "usable_cpus", lambda: (3,), "may use 1 of 64 CPUs.*SerialSampler"),
         ("_quota", "cpu_quota", lambda: 0.5, "may use the time of 0.5 CPUs, less than .* a sampler starts"),
         ("_quota", "cpu_quota", lambda: len(doctor.usable_cpus()), "^$"),
+        ("_interpreter", "is_free_threaded", lambda: True, "is free-threaded. penstock has not been tried there"),
+        ("_interpreter", "is_free_threaded", lambda: False, "^$"),
         ("_memory", "free_memory", lambda: 2**20, "only 1 MiB of memory are free"),
         ("_ports", "lease_port", refuse_folder, "ports cannot be leased.*unsafe permissions"),
         ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "may open 256 files.*ulimit -n 4096"),

@@ -48,7 +48,7 @@ BATCHED = {"env_fns": counting, "num_envs": 2}
         ({"step_timeouts": 2}, f"{UNKNOWN}'step_timeouts': did you mean 'step_timeout'"),
         ({"worker": 2}, f"{UNKNOWN}'worker': change what an environment does with a wrapper"),
         ({"max_concurrency": 2}, f"{UNKNOWN}'max_concurrency': n_workers is the number of environments that step at o"),
-        ({"zzz": 2}, rf"{UNKNOWN}'zzz'; it has \w+, .* 18 others: see help\(ShmVectorEnv\)$"),
+        ({"zzz": 2}, rf"{UNKNOWN}'zzz'; it has \w+, .* 19 others: see help\(ShmVectorEnv\)$"),
         # Values.
         ({"env_fns": []}, "env_fns must be a list of callables"),
         ({"env_fns": "CartPole-v1"}, "env_fns must be a list of callables"),

@@ -112,6 +112,23 @@ def test_what_the_swap_takes() -> None:
         concat_vec_envs(game, 2)
 
 
+class Passing:
+    """A wrapper of a `ParallelEnv`."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["env"], name) if "env" in vars(self) else object.__getattribute__(self, name)
+
+
+def test_env_is_wrapped_tells_of_each_row() -> None:
+    envs = concat_vec_envs(lambda: Passing(Passing(Telling(2))), 2, num_cpus=2)
+    for kind, answer in ((Passing, True), (Telling, True), (Pictures, False)):
+        assert envs.env_is_wrapped(kind) == [answer] * envs.num_envs
+    envs.close()
+
+
 class Pictures(Telling):
     def render(self) -> Any:
         return np.full((2, 2, 3), 9, np.uint8)

@@ -62,6 +62,34 @@ def test_a_dict_observation_is_a_row_of_dicts() -> None:
     envs.close()
 
 
+class Telling(CountingEnv):
+    """Notes the options of its resets."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.asked = [*getattr(self, "asked", []), options]
+        return super().reset(seed=seed, options=options)
+
+    def render(self) -> Any:
+        return self.asked
+
+
+def test_environments_get_the_options_that_tianshou_hands_them() -> None:
+    """tianshou hands None where no options are given, and the others as they are."""
+    envs = make_envs(Telling)
+    envs.reset(seed=5)
+    envs.reset([2, 0], options={"level": 1})
+    envs.reset(1)
+    assert envs.get_env_attr("asked") == [[None, {"level": 1}], [None, None], [None, {"level": 1}]]
+    assert envs.render() == envs.get_env_attr("asked")
+    assert envs.get_env_attr("asked", [1, 0]) == [[None, None], [None, {"level": 1}]]
+    assert envs.get_env_attr("asked", 1) == [[None, None]]
+    envs.set_env_attr("asked", ["new"], [2])
+    assert envs.get_env_attr("asked", [2, 1]) == [["new"], [None, None]]
+    assert not envs.is_closed
+    envs.close()
+    assert envs.is_closed
+
+
 @pytest.mark.parametrize("wrong", [{"autoreset_mode": "NEXT_STEP"}, {"copy": False}])
 def test_other_arguments_are_refused(wrong: dict[str, Any]) -> None:
     options: dict[str, Any] = {"autoreset_mode": "DISABLED", **wrong}
