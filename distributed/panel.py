@@ -212,7 +212,7 @@ class ControlPanel(Closing):
 
     def require_alive(self, worker_name: str) -> None:
         """Raise `ClusterError` if this worker was launched here, and has ended."""
-        self._wire.require_own()
+        self.wire.require_own()
         ending = self._ending(worker_name)
         if ending is not None:
             final = self._final(worker_name)
@@ -271,7 +271,7 @@ class ControlPanel(Closing):
             kwargs: the same for all, or a list with one for each worker, in the order of `names`, or of
                 `worker_names`: `worker/10` comes after `worker/9`.
         """
-        self._wire.require_own()
+        self.wire.require_own()
         try:
             pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"))
         except re.error as error:
@@ -373,7 +373,7 @@ class ControlPanel(Closing):
 
     def has_ended(self, worker_name: str) -> bool:
         """Whether a worker that this panel has launched has ended. Then another one can have its name."""
-        self._wire.require_own()
+        self.wire.require_own()
         return worker_name not in self._launched or self._launched[worker_name].ending() is not None
 
     def stacks(self, worker_name: str) -> str:
@@ -404,7 +404,7 @@ class ControlPanel(Closing):
         return None if worker is None else worker.ending()
 
     def _own(self, name: str) -> Launched:
-        self._wire.require_own()
+        self.wire.require_own()
         if name not in self._launched:
             raise ClusterError(f"this panel has launched no worker {name!r}: panel.worker_names lists the workers")
         return self._launched[name]
@@ -482,10 +482,10 @@ class ControlPanel(Closing):
     @property
     def is_own(self) -> bool:
         """Whether this process has made it. A fork of that process cannot use it: its calls raise `ClusterError`."""
-        return not self._wire.left
+        return not self.wire.left
 
     def _check_open(self) -> None:
-        self._wire.require_own()
+        self.wire.require_own()
         if self._closing.is_set():
             raise ClusterError("this control panel was closed: make another one")
 

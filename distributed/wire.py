@@ -137,12 +137,12 @@ class Peer:
 
     def leave_to_parent(self, reason: str) -> None:
         """In a fork, which has no thread that could end these requests."""
-        self._lost, requests = f"{self.name} is lost: {reason}", [*self._requests.values()]
-        self._requests = {}
-        for request in requests:
-            vars(request).update(_condition=threading.Condition(), _done_callbacks=[])  # the parent calls these
-            if not request.done():
-                request.set_exception(PeerLostError(self._lost))
+        self._lost, requests = f"{self.name} is lost: {reason}", [*self.requests.values()]
+        self.requests = {}
+        for future, *_ in requests:
+            vars(future).update(_condition=threading.Condition(), _done_callbacks=[])  # the parent calls these
+            if not future.done():
+                future.set_exception(PeerLostError(self._lost))
 
     # ---- in the node's thread --------------------------------------------------------------
 
