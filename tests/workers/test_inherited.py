@@ -345,8 +345,8 @@ def control_panel(folder: Path) -> Iterator[Kind]:
         names = far.names
         panel.names.add("a", 1)
         names.follow("a")
-        consumer = SampleConsumer(panel._wire, panel.names, "steps", "c")
-        producer = SampleProducer(far._wire, NameClient(far._wire, panel.connection.address), "steps")
+        consumer = SampleConsumer(panel.wire, panel.names, "steps", "c")
+        producer = SampleProducer(far.wire, NameClient(far.wire, panel.connection.address), "steps")
         number = iter(range(99))
 
         def check() -> None:
