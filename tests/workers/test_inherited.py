@@ -388,7 +388,7 @@ def control_panel(folder: Path) -> Iterator[Kind]:
             "find": names.find,
             "get": lambda: names.get("a"),
             "wait": lambda: names.wait("a", 9),
-            "peer": lambda: names.peer("a"),
+            "reach": lambda: names.reach([panel.wire.address, panel.wire.id, "names"]),
             "follow": lambda: names.follow("c"),
             "followed": lambda: names.followed("a"),
             "keys": lambda: names.keys("a"),
