@@ -48,7 +48,9 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
         if result.__class__ is not tuple:  # a new tuple of the same values would only take time
             observation, reward, terminated, truncated, info = result
             result = observation, reward, terminated, truncated, info
-        limit._elapsed_steps = n = limit._elapsed_steps + 1
+        n = limit._elapsed_steps
+        n += 1
+        limit._elapsed_steps = n
         if n < limit._max_episode_steps:
             return result
         observation, reward, terminated, _, info = result

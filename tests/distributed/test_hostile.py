@@ -219,10 +219,11 @@ def test_somebody_with_the_key_who_never_acknowledges_takes_a_bounded_memory(
         dealer.send_multipart(to_frames(header, encode("x" * 1000)))
         assert dealer.poll(10_000)
         dealer.recv_multipart()
+    context.destroy(linger=0)
+    wait_until(lambda: len(wire.kept) == 100)  # it forgets the oldest after its last reply
     assert len(wire.senders) == 5
     assert wire.kept_bytes <= 100 * 1010
-    assert sum(len(sender.replies) for sender in wire.senders.values()) == len(wire.kept) == 100
-    context.destroy(linger=0)
+    assert sum(len(sender.replies) for sender in wire.senders.values()) == 100
 
 
 def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:
@@ -295,6 +296,7 @@ MAY_RUN_CODE = {
     "envs/state.py": (2, FILE),
     "evaluation/background.py": (2, OWN),
     "evaluation/proof.py": (1, FILE),  # it refuses code
+    "games/host.py": (1, OWN),  # in the environment's process: what the learner has put into its stdin
     "learning/checkpoint.py": (1, FILE),  # it refuses code
     "samplers/log_reader.py": (1, OWN),
     "samplers/resuming.py": (3, FILE),
