@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
@@ -19,6 +18,8 @@ from penstock.envs.seeding import episode_seed
 from penstock.envs.toy import ScriptedGame
 from penstock.vector import ShmVectorEnv
 
+from ..samplers import test_episode_plan as episode_plans
+from ..samplers.test_episode_plan import plan
 from .vector_support import counting, modes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -26,32 +27,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 N, SEED, STEPS = 3, 11, 40
 
 
-class Maze(gym.Env[Any, Any]):
-    """Shows the level of its options, and what it has drawn at its reset. It changes the options that it gets."""
-
-    observation_space = gym.spaces.Box(-1e9, 1e9, (3,), np.float64)
-    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.level = -1.0 if options is None else options.pop("level")
-        self.n_left, self.drawn = int(self.np_random.integers(2, 9)), self.np_random.normal()
-        return self._seen(), {}
-
-    def _seen(self) -> Any:
-        return np.array([self.level, self.n_left, self.drawn])
-
-    def step(self, action: Any) -> Any:
-        self.n_left -= 1
-        self.drawn += float(action[0])
-        return self._seen(), self.drawn, self.n_left == 0, False, {}
-
+class Maze(episode_plans.Maze):
     def pid(self) -> int:
         return os.getpid()
-
-
-def plan(env_rank: int, episode: int, rng: np.random.Generator) -> Any:
-    return None if episode % 4 == 1 else {"level": 100.0 * env_rank + episode + rng.random()}
 
 
 def begin(env: Any, i: int, episode: int, seed: int = SEED, generation: int = 0) -> Any:
