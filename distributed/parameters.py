@@ -65,7 +65,7 @@ class ParameterServer(NamedInbox):
     node, so a worker gets them while the trainer is in a step."""
 
     def __init__(self, wire: Node, names: NameClient, name: str) -> None:
-        #: Which life of a trainer this is. A version is (lineage, number).
+        #: Which start of a trainer this is. A version is (lineage, number).
         self.lineage = int(wire.id, 16)
         self._lock = threading.Lock()
         self._waiting: list[Call] = []  # from those that have the newest version

@@ -32,8 +32,8 @@ class Batch:
         infos: figures of the trajectories that have finished, by name: `infos["Return"]` `[n]`. With a dict of agents,
             those of games; `infos["speaker/Return"]` has those of the agents that a policy has played. With one agent
             for all agents of an environment, those of both.
-        versions: the version of the parameters of each piece, `[number of pieces]`. Each life of a trainer counts its
-            own versions: with `max_staleness`, all pieces are of the present one.
+        versions: the version of the parameters of each piece, `[number of pieces]`. A trainer that was restarted
+            counts its own versions: with `max_staleness`, all pieces are from after the restart.
     """
 
     samples: Samples

@@ -31,7 +31,7 @@ _log = logging.getLogger("penstock")
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
 _GROUP_SECONDS = 1800.0  # how long a rank waits in a step for the others, longer than for its panel
-_FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the trainer has acted
+_FOREIGN = float("inf")  # the staleness of a piece from before the trainer was restarted
 
 
 class Trainer(Protocol):
@@ -55,8 +55,8 @@ class Training:
     """`count` trainers, each of which takes `batch` pieces of the sample stream `stream` per step.
 
     With `max_staleness`, a trainer drops a piece, and counts it, in two cases: its parameters are more than
-    `max_staleness` versions old, or an earlier life of the trainer made them. A piece then takes its place in the
-    stream until it was trained on, so that actors do not sample too far ahead.
+    `max_staleness` versions old, or they come from before the trainer was restarted. A piece then takes its place in
+    the stream until it was trained on, so that actors do not sample too far ahead.
 
     `checkpoint` is a file. The trainer saves its state there every `save_every` steps and at the end. If the file
     exists, it starts from it: it must be your own, and no code in it is run. So `state_dict` may return numbers, text,

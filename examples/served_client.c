@@ -1,4 +1,4 @@
-/* The client of a game that is in charge, for protocol 2 of penstock's ServedGame, in C without libraries.
+/* The client of a game with its own main loop, for protocol 2 of penstock's ServedGame, in C without libraries.
 
        cc -O2 -o served_client served_client.c && ./served_client PORT EPISODES
 

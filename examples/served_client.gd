@@ -1,4 +1,4 @@
-# The client of a game that is in charge, for protocol 2 of penstock's ServedGame, in GDScript (Godot 3).
+# The client of a game with its own main loop, for protocol 2 of penstock's ServedGame, in GDScript (Godot 3).
 #
 #     godot3-server --script served_client.gd
 #

@@ -1,4 +1,4 @@
-"""The client of a game that is in charge, for protocol 2 of penstock's ServedGame. Needs only Python: copy this file.
+"""The client of a game with its own main loop, for protocol 2 of penstock's ServedGame. It needs only Python: copy it.
 
 client = Client(port)                     # or Client(), if the learner has started this program
 while playing:

@@ -1,4 +1,5 @@
-"""Games and environments in processes of their own, on leased ports: watched, ended and renewed. Games in charge.
+"""Games and environments in processes of their own, on leased ports: watched, ended and renewed; and games
+with their own main loop.
 
 A leased port has one owner on this machine until it is released.
 """

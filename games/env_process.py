@@ -45,14 +45,14 @@ class EnvProcess(gym.Env[Any, Any]):
             "python"]`. It needs Python 3.7 or later, and numpy. None: the interpreter of this process.
         kwargs: arguments of the target: numbers, texts, arrays, and lists, tuples and dicts of these.
         spaces: `(observation_space, action_space)`. With them the constructor does not wait, and the environments of a
-            worker start side by side. None: the environment says its spaces.
+            worker start at the same time. None: the environment says its spaces.
         renew_every: a reset starts the process again after so many episodes.
         max_rss: bytes, or text such as "4 GB": a reset starts the process again if it uses more.
         step_timeout: seconds for each step, reset and call.
         start_timeout: seconds for the start, in which the environment is made.
         path: folders where the target's module may be.
         environ, inherit_env, cwd, log_file, stop_timeout: as in `GameProcess`. With `python`, the variables PYTHONPATH
-            and PYTHONHOME are empty. Numerical libraries have one thread, unless a variable says another number.
+            and PYTHONHOME are empty. Numerical libraries have one thread, unless a variable sets another number.
 
     With `renew_every` or `max_rss`, a reset without a seed gets one that depends on the last seed and on the number of
     episodes since, so one seed gives the same episodes whenever the process was started again.

@@ -150,7 +150,7 @@ while_rebuilding.append(spares_kept)
 class GameProcess:
     """A game in a process of its own, on ports that it leases. It ends with this object, or with this process.
 
-    The constructor starts the game and does not wait, so that several games start side by side. `connect`, or
+    The constructor starts the game and does not wait, so that several games start at the same time. `connect`, or
     `wait_ready` for a library that has its own connection, waits until it is ready. If another program has taken the
     port, the game is started again on another one.
 

@@ -1,4 +1,4 @@
-"""An environment whose game is in charge: the game connects, sends observations and asks for actions."""
+"""An environment whose game has its own main loop: the game connects, sends observations and asks for actions."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ _TOKEN = re.compile(r"[!#-&(-\[\]-~]{1,512}")  # what every client can put in a 
 
 
 class ServedGame(gym.Env[Any, Any]):
-    """A `gymnasium.Env` for a game that is in charge. It listens at a port. A client in the game connects, sends each
-    observation, and gets the action. docs/served_games.md has the protocol, and names clients in several languages.
+    """A `gymnasium.Env` for a game with its own main loop. It listens at a port. A client in the game connects, sends
+    each observation, and gets the action. docs/served_games.md has the protocol, and clients in several languages.
 
     Args:
         observation_space, action_space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple.

@@ -13,6 +13,7 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import independent_seeds
+from penstock.testing import ConformanceError, check_batched
 
 from .test_pages import DOCS, blocks, executed
 
@@ -78,5 +79,5 @@ def test_the_comparison_of_the_page_finds_another_environment(names: Any) -> Non
             observation, reward, _, *others = super().step(action)
             return observation, reward, bool(abs(self.at[0]) >= 2.9), *others
 
-    with pytest.raises(AssertionError, match=r"step \d+: .*, originally "):
-        names["compare"](names["Walk"](1), Other(), n_steps=1_000, seed=0)
+    with pytest.raises(ConformanceError, match=r"step \d+, row \d, .*: terminated is False, that of the original True"):
+        check_batched(names["Walk"], Other, begin=names["begin"], n_steps=1_000)

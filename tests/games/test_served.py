@@ -1,4 +1,4 @@
-"""A game that is in charge: the protocol, and clients that stall, vanish, come back, come twice or send rubbish."""
+"""A game with its own main loop: the protocol, clients that stall, vanish, come back, come twice or send rubbish."""
 
 import contextlib
 import importlib.util
