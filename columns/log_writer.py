@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ class EpisodeLogWriter:
         if self._is_in_batch:
             self._begun[self.slot, self._t[0] + 1 :, env] = words[_BEGUN]
         self._options[env] = options = start.options if plan is None else episode_options(plan, *key)
-        return Start(seed, None if options is None else dict(options))  # the environment may change its own
+        return Start(seed, copy.deepcopy(options))  # the environment may change its own
 
     # ---- before the first batch ------------------------------------------------------------
 

@@ -6,6 +6,7 @@ spawn key. So the streams of the seeds 0 and 1 are independent too.
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import random
@@ -93,7 +94,7 @@ def episode_options(
             f"episode_plan must return a dict, the options of env.reset, or None; for {where} it returned "
             f"{brief(options)}"
         )
-    return None if options is None else dict(options)
+    return None if options is None else copy.deepcopy(dict(options))  # the environment may change them
 
 
 def independent_seeds(seed: int, n: int) -> list[int]:

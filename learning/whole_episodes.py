@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import Samples
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import NamedArrays, as_named, map_leaves
 from penstock.errors import ConfigError
 from penstock.learning.appending import arrays, require_samples
 
@@ -43,7 +43,7 @@ class WholeEpisodes:
     def __init__(self) -> None:
         self.n_left_out = 0
         self._parts: dict[int, list[Any]] = {}  # of each running episode: observations, actions and rewards
-        self._after: Any = None  # the observations after the last batch
+        self._after: Any = None  # what the first row of the next batch must have
 
     def add(self, samples: Samples, recorded: Callable[[int, int], Any] | None = None) -> list[WholeEpisode]:
         """The episodes that have ended in this batch `[T, B]`, by environment. They are copies.
@@ -62,7 +62,7 @@ class WholeEpisodes:
         observation, final, after = arrays(env.observation), arrays(env.final_obs), arrays(env.bootstrap_obs)
         flags = (env.done, env.valid, env.prev_done, env.terminated, env.truncated, env.reward)
         done, valid, prev_done, terminated, truncated, reward = map(arrays, flags)
-        self._require_next(observation, valid, prev_done)
+        self._require_next(valid, prev_done, observation, arrays(samples.agent.prev_action), arrays(env.prev_reward))
         ended = []
         for b in range(done.shape[1]):
             if prev_done[0, b] and valid[0, b]:
@@ -89,30 +89,47 @@ class WholeEpisodes:
             self.n_left_out += 1
         self._parts[b] = []
 
-    def _require_next(self, observation: Any, valid: Any, prev_done: Any) -> None:
-        """Raise `ConfigError` if an episode that runs does not go on where it was."""
-        if self._after is None:
-            return
-        running = [b for b, parts in self._parts.items() if parts and valid[0, b] and not prev_done[0, b]]
-        pairs = zip(*(NamedArrays(all=tree).leaves() for tree in (self._after, observation)), strict=True)
-        for (_, before), (_, now) in pairs:
-            if any(before[b].tobytes() != now[0, b].tobytes() for b in running):
-                raise ConfigError(
-                    "this batch does not follow the one before it: its first observations are others than those after "
-                    "the last row there. Give every batch to add(), in order"
-                )
+    def _require_next(self, valid: Any, prev_done: Any, *firsts: Any) -> None:
+        """Raise `ConfigError` if an episode that runs does not go on where it was: `firsts` are the observations, and
+        the actions and rewards of the step before."""
+        for b, parts in self._parts.items():
+            if parts and valid[0, b] and not prev_done[0, b]:
+                _, actions, rewards = parts[-1]
+                wanted = _cells(self._after, b), _cells(actions, -1), rewards[-1]
+                if not all(_is_equal(one, _cells(other, 0, b)) for one, other in zip(wanted, firsts, strict=True)):
+                    raise ConfigError(
+                        f"this batch does not follow the one before it: column {b} goes on at another step. Give every "
+                        "batch to add(), in order, before you change it"
+                    )
 
 
-def _cells(tree: Any, rows: Any, b: int) -> Any:
-    """A copy of these rows of a column."""
-    return map_leaves(lambda leaf: leaf[rows, b], tree)
+def _cells(tree: Any, *index: Any) -> Any:
+    """What is at this index of each array; a copy, if there is a list of rows in it."""
+    return map_leaves(lambda leaf: leaf[index], tree)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    pairs = zip(NamedArrays(all=one).leaves(), NamedArrays(all=other).leaves(), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for (_, a), (_, b) in pairs)
 
 
 def _joined(b: int, parts: list[Any], last: Any, how: tuple[bool, bool], episode: Any) -> WholeEpisode:
     observations, actions, rewards = zip(*parts, strict=True)
-    named = (None, None, None) if episode is None else (episode.episode, episode.seed, episode.options)
     whole = _concatenated([*observations, last]), _concatenated(actions), np.concatenate(rewards)
-    return WholeEpisode(b, *whole, *how, *named)
+    if episode is None:
+        return WholeEpisode(b, *whole, *how)
+    known, n = _concatenated([episode.actions]), len(whole[2]) - episode.n_missing
+    if episode.step + 1 != len(whole[2]) or not _is_equal(as_named(_last(whole[1], n)), as_named(known)):
+        raise ConfigError(
+            "`recorded` tells of another batch than this: sampler.episode knows the last one. Call add() before the "
+            "next obtain_samples, with the samples that it has returned"
+        )
+    return WholeEpisode(b, *whole, *how, episode.episode, episode.seed, episode.options)
+
+
+def _last(tree: Any, n: int) -> Any:
+    """The last n rows."""
+    return {name: _last(part, n) for name, part in tree.items()} if isinstance(tree, dict) else tree[len(tree) - n :]
 
 
 def _concatenated(parts: Any) -> Any:

@@ -4,6 +4,7 @@ environments beside the original."""
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def check_env(
     """
     n_episodes, max_steps = integer("n_episodes", n_episodes, 4), integer("max_steps", max_steps, 1)
     factory = replace(env_factories(env_fn, env_kwargs, 1)[0], as_seats=_refuse_agents)
-    setup = _Setup(factory, policy, n_episodes, max_steps, seed, start_method)
+    setup = _Setup(factory, policy, n_episodes, max_steps, integer("seed", seed, 0), start_method)
     env, name = setup.build(), ""
     try:
         name = type(env.unwrapped).__name__
@@ -112,19 +113,27 @@ class _Setup:
     def build(self) -> gym.Env[Any, Any]:
         return self.factory()  # type: ignore[no-any-return]
 
-    def played(self, env: gym.Env[Any, Any], episode: int) -> tuple[list[Step], list[Any]]:
-        """The steps of this episode, the first from `reset`, and the actions."""
+    def played(
+        self, env: gym.Env[Any, Any], episode: int, look: Callable[..., None] = lambda *_: None
+    ) -> tuple[list[Step], list[Any]]:
+        """The steps of this episode, the first from `reset`, and the actions. `look` sees each step."""
         rng = np.random.default_rng((self.seed, episode))
         env.action_space.seed(int(rng.integers(2**31)))
         observation, info = checked_reset(env.reset(seed=self.seed + episode), 0)
+        look(env, f"episode {episode}, reset", observation, 0.0, info)
         steps: list[Step] = [(copy.deepcopy(observation), 0.0, False, False)]
         actions: list[Any] = []
         while len(actions) < self.max_steps and not (steps[-1][2] or steps[-1][3]):
-            action = env.action_space.sample() if self.policy is None else self.policy(observation, info, rng)
+            action = self.chosen(env, observation, info, rng)
             actions.append(copy.deepcopy(action))
             observation, *result, info = checked_step(env.step(action), 0)
+            look(env, f"episode {episode}, step {len(actions)}", observation, result[0], info)
             steps.append((copy.deepcopy(observation), *result))
         return steps, actions
+
+    def chosen(self, env: gym.Env[Any, Any], observation: Any, info: Any, rng: np.random.Generator) -> Any:
+        """The next action: the policy's, or a random one."""
+        return env.action_space.sample() if self.policy is None else self.policy(observation, info, rng)
 
     def reference(self) -> list[tuple[list[Step], list[Any]]]:
         """The first episodes, each in an environment of its own."""
@@ -140,14 +149,18 @@ def _refuse_agents(env: Any) -> Any:
     raise ConfigError(f"{type(env).__name__} has several agents: check it with check_parallel_env or check_aec_env")
 
 
-def replayed(env: gym.Env[Any, Any], seed: int, actions: Sequence[Any]) -> list[Step]:
-    """The steps of the episode with this seed and these actions, as far as it goes."""
+def replayed(
+    env: gym.Env[Any, Any], seed: int, actions: Sequence[Any], wanted: Sequence[Step], between: Any = lambda t: None
+) -> list[Step]:
+    """The steps of the episode with this seed and these actions, until one is not as `wanted`: the actions may be
+    illegal then. Calls `between(t)` before each step."""
     steps: list[Step] = [(copy.deepcopy(env.reset(seed=seed)[0]), 0.0, False, False)]
-    for action in actions:
+    for t, action in enumerate(actions):
+        if difference(wanted[t : t + 1], steps[-1:]) or steps[-1][2] or steps[-1][3]:
+            break
+        between(t)
         observation, *result, _ = checked_step(env.step(copy.deepcopy(action)), 0)
         steps.append((copy.deepcopy(observation), *result))
-        if result[1] or result[2]:
-            break
     return steps
 
 
@@ -176,30 +189,33 @@ def values_fit_their_spaces(setup: _Setup, env: gym.Env[Any, Any]) -> None:
             example_of(space, name)
         except SpaceError as error:
             raise Violation(str(error), "change the space with a wrapper; ShmVectorEnv takes it as it is") from None
-    try:
-        steps, _ = setup.played(env, 0)
-        info = env.reset(seed=setup.seed)[1]
-    except SpaceError as error:
-        raise Violation(str(error), "let reset return (observation, info), and step the five values") from None
-    for t, (observation, reward, _, _) in enumerate(steps):
-        if not env.observation_space.contains(observation):
-            wanted, got = (_described(value) for value in (env.observation_space.sample(), observation))
-            do = "return what the space says, or declare the space that fits"
-            raise Violation(f"step {t}: {got}, which {env.observation_space} does not contain ({wanted} is in it)", do)
-        if not np.isfinite(reward):
-            raise Violation(f"step {t}: the reward {reward}", "return finite rewards: a learner cannot use others")
+    for episode in range(setup.n_episodes):
+        try:
+            setup.played(env, episode, _require_fit)
+        except SpaceError as error:
+            raise Violation(str(error), "let reset return (observation, info), and step the five values") from None
+
+
+def _require_fit(env: gym.Env[Any, Any], where: str, observation: Any, reward: float, info: Any) -> None:
+    if not env.observation_space.contains(observation):
+        wanted, got = (_described(value) for value in (env.observation_space.sample(), observation))
+        do = "return what the space says, or declare the space that fits"
+        raise Violation(f"{where}: {got}, which {env.observation_space} does not contain ({wanted} is in it)", do)
+    if not np.isfinite(reward):
+        raise Violation(f"{where}: the reward {reward}", "return finite rewards: a learner cannot use others")
     try:
         pickling.dumps(info)
     except Exception as error:  # pickling runs the user's code, which may raise anything
         do = "put numbers, texts and arrays into infos"
-        raise Violation(f"the info of reset cannot be pickled: {in_one_line(error)}", do) from None
+        raise Violation(f"{where}: the info cannot be pickled: {in_one_line(error)}", do) from None
 
 
 def one_seed_gives_one_episode(setup: _Setup) -> None:
     """A new environment gives the same episode for the same seed and actions."""
     for episode, (wanted, actions) in enumerate(setup.reference()):
         env = setup.build()
-        _compare(wanted, replayed(env, setup.seed + episode, actions), episode, "in another new environment", _SEEDS)
+        got = replayed(env, setup.seed + episode, actions, wanted)
+        _compare(wanted, got, episode, "in another new environment", _SEEDS)
         env.close()
 
 
@@ -208,22 +224,21 @@ def earlier_episodes_leave_no_trace(setup: _Setup) -> None:
     runs, env = setup.reference(), setup.build()
     for episode in (*range(_N_RUNS), *reversed(range(_N_RUNS))):
         wanted, actions = runs[episode]
-        _compare(wanted, replayed(env, setup.seed + episode, actions), episode, "after other episodes", _RESET)
+        got = replayed(env, setup.seed + episode, actions, wanted)
+        _compare(wanted, got, episode, "after other episodes", _RESET)
     env.close()
 
 
 def environments_share_nothing(setup: _Setup) -> None:
     """An episode does not depend on other environments of the same process."""
     wanted, actions = setup.reference()[0]
-    env, other = setup.build(), setup.build()
-    got: list[Step] = [(copy.deepcopy(env.reset(seed=setup.seed)[0]), 0.0, False, False)]
-    for t, action in enumerate(actions):
-        other.reset(seed=setup.seed + 7 * t + 1)
-        other.step(other.action_space.sample() if setup.policy is None else copy.deepcopy(action))
-        observation, *result, _ = checked_step(env.step(copy.deepcopy(action)), 0)
-        got.append((copy.deepcopy(observation), *result))
-        if result[1] or result[2]:
-            break
+    env, other, rng = setup.build(), setup.build(), np.random.default_rng(setup.seed)
+
+    def between(t: int) -> None:
+        observation, info = other.reset(seed=setup.seed + 7 * t + 1)
+        other.step(setup.chosen(other, observation, info, rng))
+
+    got = replayed(env, setup.seed, actions, wanted, between)
     _compare(wanted, got, 0, "beside another environment", _SHARED)
     env.close()
     other.close()
@@ -232,7 +247,7 @@ def environments_share_nothing(setup: _Setup) -> None:
 def a_worker_gives_the_same_episode(setup: _Setup, envs: ShmVectorEnv) -> None:
     """An episode is the same in a worker process, in each of its environments."""
     for episode, (wanted, actions) in enumerate(setup.reference()):
-        play = partial(replayed, seed=setup.seed + episode, actions=actions)
+        play = partial(replayed, seed=setup.seed + episode, actions=actions, wanted=wanted)
         for i, got in enumerate(envs.apply(play)):
             _compare(wanted, got, episode, f"in a worker, as its environment {i}", _PROCESS)
 
@@ -281,12 +296,14 @@ def _watched(setup: _Setup, env: gym.Env[Any, Any]) -> tuple[list[int], list[int
         observation, info = env.reset(seed=setup.seed + episode)
         resets.append(clock() - began)
         for _ in range(setup.max_steps):
-            action = env.action_space.sample() if setup.policy is None else setup.policy(observation, info, rng)
+            action = setup.chosen(env, observation, info, rng)
             began = clock()
             observation, _, terminated, truncated, info = env.step(action)
             steps.append(clock() - began)
             if terminated or truncated:
                 break
+        if episode in (1, setup.n_episodes // 2, setup.n_episodes - 1):
+            gc.collect()  # these are compared, and garbage is no leak
         memory.append(process.memory_info().rss)
         files.append(process.num_fds())
         processes.append(len(process.children(recursive=True)))
@@ -325,7 +342,7 @@ def check_batched(
     build = env_factories(make_env, None, 1)[0]
     envs = [build() for _ in range(n)]
     try:
-        pair = _Pair(batched, envs, begin, close, seed)
+        pair = _Pair(batched, envs, begin, close, integer("seed", seed, 0))
         name = type(getattr(batched, "unwrapped", batched)).__name__
         apply(the_engine_does_what_the_original_does, name, pair, integer("n_steps", n_steps, 1))
     finally:
@@ -372,7 +389,15 @@ def the_engine_does_what_the_original_does(pair: _Pair, n_steps: int) -> None:
     mode = AutoresetMode(batched.metadata["autoreset_mode"])
     batched.action_space.seed(int(rng.integers(2**31)))
     seeds = [pair.seed + i for i in range(n)]
-    observation, _ = batched.reset(seed=seeds)
+    try:
+        observation, _ = batched.reset(seed=seeds if pair.begin is None else pair.seed)
+    except Exception as error:
+        if pair.begin is not None:
+            raise
+        raise ConfigError(
+            f"the batched environment takes no list of seeds ({in_one_line(error)}), so it has other first states than "
+            "the original: give begin"
+        ) from error
     for i, seed in enumerate(seeds):
         pair.start(i, 0, _row(observation, i), seed)
     is_over = np.zeros(n, np.bool_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -439,7 +440,7 @@ class VectorProgram:
     def _start_of(self, i: int, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """How the next episode of environment i begins. With a plan, `seed` is that of its episodes from 0 on."""
         if self.episode_plan is None:
-            return Start(self._seed_of(i, seed), options)
+            return Start(self._seed_of(i, seed), copy.deepcopy(options))  # others have got the same
         self._unseeded.discard(i)
         words = self._episodes[i]
         words[1] += 1

@@ -42,9 +42,10 @@ class TianshouVectorEnv:
         return self.env_num
 
     def seed(self, seed: int | list[int] | None = None) -> list[int | None]:
-        """Reset all environments with these seeds, or with `seed`, `seed + 1` and so on. Returns the seeds."""
+        """Reset all environments with these seeds, or with `seed`, `seed + 1` and so on; with an episode plan, all with
+        the first of them. Returns the seeds."""
         seeds = as_seeds(seed, self.env_num)
-        self.envs.reset(seed=seeds)
+        self.envs.reset(seed=seeds[0] if self.envs.has_plan else seeds)
         return seeds
 
     def reset(self, env_id: Ids = None, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
@@ -96,7 +97,8 @@ class TianshouVectorEnv:
         return [results[i] for i in ids.tolist()]
 
     def _ids(self, which: Ids) -> Any:
-        return np.arange(self.env_num) if which is None else np.atleast_1d(which)
+        every = np.arange(self.env_num)
+        return every if which is None else every[np.atleast_1d(which)]
 
     def _rows(self, observation: Any, rows: Any) -> Any:
         if isinstance(self.envs.single_observation_space, spaces.Dict):

@@ -196,6 +196,38 @@ def test_a_batch_that_is_missing_is_named() -> None:
             whole.add(sampler.obtain_samples(2)[0])
 
 
+class Same(Drawing):
+    """All observations are equal."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros_like(super().reset(seed=seed)[0]), {}
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return np.zeros_like(observation), *rest
+
+
+def test_a_missing_batch_is_named_although_all_observations_are_equal() -> None:
+    whole = WholeEpisodes()
+    with SerialSampler(Same, batch_T=2, batch_B=B, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=SEED)
+        whole.add(sampler.obtain_samples(0)[0])
+        sampler.obtain_samples(1)
+        with pytest.raises(ConfigError, match="does not follow the one before it"):
+            whole.add(sampler.obtain_samples(2)[0])
+
+
+def test_seeds_of_another_batch_are_refused() -> None:
+    """`sampler.episode` tells of the last batch only."""
+    whole, kept = WholeEpisodes(), []
+    with SerialSampler(Drawing, batch_T=7, batch_B=B, seed_episodes=True, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=SEED)
+        for itr in range(2):
+            kept.append(sampler.obtain_samples(itr)[0].copy())
+        with pytest.raises(ConfigError, match="tells of another batch than this"):
+            whole.add(kept[0], sampler.episode)
+
+
 def test_samples_without_last_observations_are_refused() -> None:
     with SerialSampler(Drawing, batch_T=2, batch_B=B, record_final_obs=False) as sampler:
         sampler.initialize(RandomAgent(), seed=SEED)

@@ -375,3 +375,26 @@ def test_a_plan_that_fails_is_named(cls: Any, env_fn: Any) -> None:
             collect(sampler, 9)
     assert caught.value.episode is None
     assert isinstance(caught.value.__cause__, Exception)
+
+
+class Popping(Maze):
+    """Takes the first goal out of its options."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.drawn = float(options["goals"].pop(0))
+        return self._seen(), {}
+
+
+GOALS = {"goals": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_what_an_environment_changes_in_its_options_is_in_no_other_episode(cls: Any) -> None:
+    with started(planned(cls, Popping, episode_plan=lambda *_: dict(GOALS))) as sampler:
+        sampler.obtain_samples(0)
+        samples = sampler.samples_np
+        starts = samples.env.prev_done & samples.env.valid
+        assert starts.sum() > B
+        assert (samples.env.observation[starts][:, 2] == 1).all()
+        assert sampler.episode(0, T - 1).options == {"goals": [1, 2, 3]}

@@ -74,6 +74,44 @@ class Locked(Sound):
         return super().reset(seed=seed)[0], {"lock": threading.Lock()}
 
 
+class Rare(Sound):
+    """One episode of twelve leaves the space."""
+
+    def seen(self) -> Any:
+        return super().seen() + 20 * (self.np_random_seed == 9 and self.t == 2)
+
+
+class LockedLater(Sound):
+    def step(self, action: Any) -> Any:
+        *result, _ = super().step(action)
+        return *result, {"lock": threading.Lock()}
+
+
+class Garbage(Sound):
+    """What is in a circle is freed by the garbage collector."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        world: dict[str, Any] = {"pixels": bytearray(1_000_000)}
+        world["self"] = self.world = world
+        return super().reset(seed=seed)
+
+
+class Masked(Sound):
+    """Only one action is legal, and it is observed."""
+
+    observation_space = gym.spaces.MultiBinary(4)
+    action_space = gym.spaces.Discrete(4)
+
+    def seen(self) -> Any:
+        self.legal = int(self.np_random.integers(4))
+        return np.eye(4, dtype=np.int8)[self.legal]
+
+    def step(self, action: Any) -> Any:
+        if action != self.legal:
+            raise ValueError(f"{action} is illegal")
+        return super().step(action)
+
+
 class Words(Sound):
     observation_space = gym.spaces.Sequence(gym.spaces.Discrete(3))
 
@@ -138,7 +176,7 @@ class Starting(Sound):
             program.wait()
 
 
-@pytest.mark.parametrize("env_fn", [Sound, NestedEnv, "CartPole-v1", "Pendulum-v1", "Taxi-v4"])
+@pytest.mark.parametrize("env_fn", [Sound, Garbage, NestedEnv, "CartPole-v1", "Pendulum-v1", "Taxi-v4"])
 def test_a_sound_environment_passes_and_is_measured(env_fn: Any) -> None:
     if env_fn == "Taxi-v4" and env_fn not in gym.registry:
         env_fn = "Taxi-v3"
@@ -153,11 +191,13 @@ def test_a_sound_environment_passes_and_is_measured(env_fn: Any) -> None:
 @pytest.mark.parametrize(
     ("env_fn", "rule", "words"),
     [
-        (WrongDtype, "values_fit_their_spaces", "step 0: observation float64.*observation float32"),
+        (WrongDtype, "values_fit_their_spaces", "episode 0, reset: observation float64.*observation float32"),
         (OutOfBounds, "values_fit_their_spaces", "step 3: observation float32"),
         (NotFinite, "values_fit_their_spaces", "step 1: the reward nan"),
         (NoTuple, "values_fit_their_spaces", r"must return a tuple \(observation, info\)"),
-        (Locked, "values_fit_their_spaces", "the info of reset cannot be pickled"),
+        (Locked, "values_fit_their_spaces", "episode 0, reset: the info cannot be pickled"),
+        (Rare, "values_fit_their_spaces", "episode 9, step 2: observation float32"),
+        (LockedLater, "values_fit_their_spaces", "episode 0, step 1: the info cannot be pickled"),
         (Words, "values_fit_their_spaces", "ShmVectorEnv takes it as it is"),
         (Unseeded, "one_seed_gives_one_episode", "in another new environment: observation.*self.np_random"),
         (Remembering, "earlier_episodes_leave_no_trace", "after other episodes: reward at step 1: 1.0 and 6.0"),
@@ -177,12 +217,27 @@ def test_each_defect_is_named_with_what_to_do(env_fn: Any, rule: str, words: str
 
 
 def test_a_policy_may_choose_the_actions() -> None:
-    class Masked(Sound):
-        def step(self, action: Any) -> Any:
-            assert action == 1
-            return super().step(action)
+    """An action that is legal in one episode is illegal in another."""
 
-    short(Masked, policy=lambda observation, info, rng: 1)
+    def legal(observation: Any, info: Any, rng: Any) -> int:
+        return int(np.flatnonzero(observation)[0])
+
+    short(Masked, policy=legal)
+
+    class Unseeded(Masked):
+        def seen(self) -> Any:
+            self.legal = int(np.random.default_rng().integers(4))
+            return np.eye(4, dtype=np.int8)[self.legal]
+
+    with pytest.raises(ConformanceError, match="breaks the rule one_seed_gives_one_episode"):
+        short(Unseeded, policy=legal)
+
+
+@pytest.mark.parametrize("seed", [-1, "a", 1.5])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed must be an integer"):
+        short(Sound, seed=seed)
+    short(Sound, seed=np.int64(3))
 
 
 def test_what_check_env_does_not_check() -> None:
@@ -212,6 +267,9 @@ def test_an_engine_with_other_random_numbers_is_compared_from_its_first_observat
 
     original = partial(gym.make, "CartPole-v1")
     assert check_batched(BatchedCartPole, original, begin=begin, close=True) > 5
+    assert check_batched("CartPole-v1", original, begin=begin, close=True) > 5  # Gymnasium's, which takes one seed
+    with pytest.raises(ConfigError, match="takes no list of seeds .*give begin"):
+        check_batched("CartPole-v1", original)
 
 
 class Slower(Sound):

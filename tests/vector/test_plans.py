@@ -106,6 +106,29 @@ def test_some_environments_can_begin_again_with_a_seed() -> None:
         np.testing.assert_array_equal(observation, wanted)
 
 
+class Popping(episode_plans.Maze):
+    """Takes the first goal out of its options."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.drawn = float(options["goals"].pop(0))
+        return self._seen(), {}
+
+
+GOALS = {"goals": [1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_what_an_environment_changes_in_its_options_no_other_one_sees(n_workers: int) -> None:
+    """Neither with a plan nor with options of `reset`: AsyncVectorEnv gives each environment its own, too."""
+    with ShmVectorEnv([Popping] * N, n_workers=n_workers, episode_plan=lambda *_: dict(GOALS)) as envs:
+        for _ in range(2):
+            np.testing.assert_array_equal(envs.reset()[0][:, 2], [1, 1, 1])
+    with ShmVectorEnv([Popping] * N, n_workers=n_workers) as envs:
+        for _ in range(2):
+            np.testing.assert_array_equal(envs.reset(options=GOALS)[0][:, 2], [1, 1, 1])
+
+
 def test_without_a_first_seed_the_episodes_have_one_of_their_own() -> None:
     """As everywhere in Gymnasium: it differs from run to run, and the plan is followed."""
     seen = []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs.seeding import episode_seed
 from penstock.errors import ConfigError
 from penstock.vector import ShmVectorEnv
 
@@ -85,9 +86,23 @@ def test_environments_get_the_options_that_tianshou_hands_them() -> None:
     assert envs.get_env_attr("asked", 1) == [[None, None]]
     envs.set_env_attr("asked", ["new"], [2])
     assert envs.get_env_attr("asked", [2, 1]) == [["new"], [None, None]]
+    assert envs.get_env_attr("asked", -1) == [["new"]]  # as in a list
+    for wrong in (lambda: envs.get_env_attr("asked", 3), lambda: envs.set_env_attr("asked", 1, [0, 3])):
+        with pytest.raises(IndexError):
+            wrong()
     assert not envs.is_closed
     envs.close()
     assert envs.is_closed
+
+
+def test_a_plan_gives_the_seeds_and_the_options() -> None:
+    envs = make_envs(Telling, episode_plan=lambda env_rank, episode, rng: {"level": (env_rank, episode)})
+    assert envs.seed(4) == [4, 5, 6]
+    envs.reset([1])
+    assert envs.get_env_attr("asked", [0, 1]) == [[{"level": (0, 0)}], [{"level": (1, 0)}, {"level": (1, 1)}]]
+    envs.seed([4, 9, 9])
+    assert envs.get_env_attr("np_random_seed", 1) == [episode_seed(4, 1, 0)]
+    envs.close()
 
 
 @pytest.mark.parametrize("wrong", [{"autoreset_mode": "NEXT_STEP"}, {"copy": False}])
