@@ -143,7 +143,7 @@ class Client:
 PREFIX = struct.Struct("<IIB")  # bytes of the header, bytes of all arrays, 0
 KINDS = {**dict.fromkeys("bhilq", "i"), **dict.fromkeys("BHILQ", "u"), **dict.fromkeys("efd", "f"), "?": "b"}
 FORMATS = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
-FORMATS.update({"f4": "f", "f8": "d"})
+FORMATS.update({"f2": "e", "f4": "f", "f8": "d"})
 
 
 def _plain(value: Any, arrays: list[bytes]) -> Any:
@@ -176,4 +176,12 @@ def _value(plain: Any, rest: list[bytes]) -> Any:
     for size in shape:
         n *= size
     data, rest[0] = rest[0][:n], rest[0][n:]
-    return memoryview(data).cast(FORMATS[dtype[1:]], shape).tolist()
+    numbers = [number for (number,) in struct.iter_unpack(dtype[0].replace("|", "=") + FORMATS[dtype[1:]], data)]
+    return _nested(numbers, shape)
+
+
+def _nested(numbers: list[Any], shape: list[int]) -> list[Any]:
+    if len(shape) < 2:
+        return numbers
+    n = len(numbers) // (shape[0] or 1)
+    return [_nested(numbers[i * n : (i + 1) * n], shape[1:]) for i in range(shape[0])]

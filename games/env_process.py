@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as kinds
 
-from penstock.arguments import seconds
+from penstock.arguments import must_be, seconds
 from penstock.buffers import pickling
 from penstock.envs.examples import checked_spaces
 from penstock.envs.seeding import Purpose, fresh_seed
@@ -27,7 +28,7 @@ from penstock.errors import ConfigError, EnvCallError, GameError, SamplerStateEr
 from penstock.games import host
 from penstock.games.game_process import GameProcess
 from penstock.games.game_socket import GameSocket
-from penstock.games.host import INLINE, PREFIX, decoded, encoded, length
+from penstock.games.host import INLINE, PREFIX, NotSent, decoded, encoded, length
 
 # Each environment has its process, and others have the other CPUs.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -91,6 +92,10 @@ class EnvProcess(gym.Env[Any, Any]):
         log_file: str | Path | None = None,
     ) -> None:
         own = [sys.executable] if python is None else [python] if isinstance(python, str | Path) else [*python]
+        must_be("python", python, bool(own), "an interpreter, or a command that starts one")
+        is_list = isinstance(path, Sequence) and not isinstance(path, str | bytes)
+        must_be("path", path, is_list, "a list of folders")
+        self._lock = threading.Lock()  # one question at a time
         self._token = secrets.token_hex(16).encode()  # another user of this machine could connect first
         self._renews = renew_every is not None or max_rss is not None
         seconds("step_timeout", step_timeout)
@@ -125,6 +130,8 @@ class EnvProcess(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         game, is_seeded = self._open(), self._renews or self._has_failed
+        seed = int(seed) if isinstance(seed, np.integer) else seed
+        super().reset(seed=seed)  # wrappers draw from its generator; it refuses what is no seed
         if self._has_failed:
             game.renew()
             self._has_failed = False
@@ -132,21 +139,22 @@ class EnvProcess(gym.Env[Any, Any]):
             self._disconnect()
         self._is_begun, self._episode = True, self._episode + 1
         if seed is not None:
-            seed, self._base, self._episode = int(seed), int(seed), 0
+            self._base, self._episode = seed, 0
         elif is_seeded:
             self._base = fresh_seed() if self._base is None else self._base
             key = np.random.SeedSequence(self._base, spawn_key=(Purpose.EPISODE, self._episode))
             seed = int(key.generate_state(1)[0])
-        result: tuple[Any, dict[str, Any]] = self._ask("reset", seed, options)
+            super().reset(seed=seed)
+        result: tuple[Any, dict[str, Any]] = _require_sent(self._ask("reset", seed, options))
         return result
 
     def step(self, action: Any) -> Any:
-        return self._ask("step", action)
+        return _require_sent(self._ask("step", action))
 
     def render(self) -> Any:
         return self._ask("render")
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the environment, or read an attribute. The name may have dots: "unwrapped.set_task"."""
         return self._ask("call", name, args, kwargs)
 
@@ -207,6 +215,14 @@ class EnvProcess(gym.Env[Any, Any]):
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Ask the environment, and return its answer."""
+        if not self._lock.acquire(False):
+            raise SamplerStateError(f"{name} of EnvProcess: another thread waits for an answer of this environment")
+        try:
+            return self._ask_alone(name, *arguments)
+        finally:
+            self._lock.release()
+
+    def _ask_alone(self, name: str, *arguments: Any) -> Any:
         self._require_connected()
         if self._wanted:
             self._share(self._wanted)
@@ -254,7 +270,7 @@ class EnvProcess(gym.Env[Any, Any]):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             mapped, first = mmap.mmap(fd, size), secrets.token_bytes(16)
             mapped[: len(first)] = first
-            self._can_share = self._ask("map", f"/proc/{os.getpid()}/fd/{fd}", size, first) is True
+            self._can_share = self._ask_alone("map", f"/proc/{os.getpid()}/fd/{fd}", size, first) is True
             if self._can_share:
                 self._memory = np.frombuffer(mapped, np.uint8)
         except OSError:  # there is no memory left
@@ -291,6 +307,19 @@ class EnvProcess(gym.Env[Any, Any]):
 
 class _Process(GameProcess):
     word = "environment"
+
+
+def _require_sent(result: Any) -> Any:
+    """Raises `SpaceError` if the observation has an object that was not sent."""
+    left = [result[0]] if isinstance(result, tuple) and result else []
+    while left:
+        part = left.pop()
+        if isinstance(part, NotSent):
+            raise SpaceError(
+                f"an observation has a {part.kind}, which EnvProcess cannot send: return numbers, texts or arrays"
+            )
+        left += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    return result
 
 
 def _close_connections(game: GameProcess) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import logging
 import os
 import re
 import select
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -16,6 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from weakref import WeakSet
 
 import psutil
 
@@ -47,6 +50,18 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 #: When a game is ready; see `GameProcess`.
 Ready = Literal["listens", "connects"] | re.Pattern[str] | Callable[[tuple[int, ...]], object]
+
+
+#: The games that were not closed yet.
+_all: WeakSet[GameProcess] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the interpreter. Later no thread can start, and modules may be gone."""
+    for game in list(_all):
+        with suppress(Exception):
+            game.close()
 
 
 class PortTaken(Exception):
@@ -190,7 +205,7 @@ class GameProcess:
     _run = _Run()  # no game was started
     _pool: _Spares | None = None
     _quit: Callable[[GameProcess], object] | None = None
-    _sockets: list[GameSocket]
+    _sockets: list[socket.socket]  # not GameSockets, which have this game: it ends when nobody has it any more
     word = "game"  #: what its errors call it
     renewal = 0  #: how often the game was started again
 
@@ -243,6 +258,7 @@ class GameProcess:
         self._renew_every = None if renew_every is None else integer("renew_every", renew_every, 1)
         self._max_rss, n_spares = 0 if max_rss is None else _bytes(max_rss), integer("spares", spares, 0)
         self._episodes, self._sockets = 0, []
+        _all.add(self)
         try:
             with sigint.deferred():  # Ctrl-C could lose a game that is started, or a pipe of `subprocess`
                 if n_spares:
@@ -371,9 +387,8 @@ class GameProcess:
             if self.listeners and isinstance(error, TimeoutError):
                 what = f"made no connection to port {self.ports[number]} within reply_timeout={self._reply_timeout:g} s"
             raise self.error(f"ended with {ended}" if (ended := self.exit_text()) else what) from None
-        self._sockets = [each for each in self._sockets if each.is_open]
-        self._sockets.append(GameSocket(connection, self, self._reply_timeout, self._max_rss))
-        return self._sockets[-1]
+        self._sockets = [*(each for each in self._sockets if each.fileno() >= 0), connection]
+        return GameSocket(connection, self, self._reply_timeout, self._max_rss)
 
     # ---- its processes and its output ------------------------------------------------------------
 
@@ -519,7 +534,12 @@ class GameProcess:
                 failed.append(f"raised {type(error).__name__}: {error}")
 
         thread = threading.Thread(target=ask, name="penstock-quit", daemon=True)
-        thread.start()
+        try:
+            if sys.is_finalizing():
+                raise RuntimeError("the start of a thread would wait for ever")
+            thread.start()
+        except RuntimeError:  # Python 3.12 and later start no thread while the interpreter exits
+            return self.kill()
         thread.join(limit)
         if thread.is_alive():
             failed.insert(0, f"took more than {limit:g} s, so the game was killed")
@@ -528,6 +548,7 @@ class GameProcess:
         if failed:
             warnings.warn(f"quit of the {self.word} {failed[0]}", RuntimeWarning, stacklevel=4)
         self.ends_within(limit)
+        return None
 
     def kill(self) -> None:
         """Kill all its processes at once. Any thread may call this; `close` does the rest."""

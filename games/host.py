@@ -205,10 +205,12 @@ class _Host:
             for part in name.split("."):
                 function = getattr(function, part)
         self.env = env = function(**kwargs)
-        parents = type(getattr(env, "unwrapped", env)).__mro__
-        self.is_gymnasium = any(each.__module__.split(".")[0] == "gymnasium" for each in parents)
+        libraries = _libraries(getattr(env, "unwrapped", env))
+        self.is_gymnasium = "gymnasium" in libraries
+        version = re.match(r"0\.(\d+)", getattr(sys.modules.get("gym"), "__version__", ""))
+        self.is_old_gym = "gym" in libraries and version is not None and int(version[1]) < 26  # reset returns no info
         layers = [env]  # of wrappers, any of which may not pass it on
-        while hasattr(getattr(layers[-1], "env", None), "reset") and len(layers) < 99:
+        while _is_wrapper(layers[-1]) and len(layers) < 99:
             layers.append(layers[-1].env)
         names = [_parameters(each.reset) for each in layers]
         takes_seed = "seed" in names[-1] or ("**" in names[-1] and not hasattr(env, "seed"))
@@ -235,7 +237,7 @@ class _Host:
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            if self.takes_seed:
+            if self.takes_seed or self.is_gymnasium:
                 arguments["seed"] = seed
             elif hasattr(self.env, "seed"):
                 self.env.seed(seed)
@@ -243,7 +245,8 @@ class _Host:
             arguments["return_info"] = True
         result = self.env.reset(**arguments)
         is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-        return result if self.is_gymnasium or (self.takes_seed and is_pair) else (result, {})
+        has_info = self.needs_info if self.is_old_gym else is_pair
+        return result if self.is_gymnasium or has_info else (result, {})
 
     def step(self, action: Any) -> Any:
         result = self.env.step(action)
@@ -261,6 +264,16 @@ class _Host:
         for part in name.split("."):
             found = getattr(found, part)
         return found(*args, **kwargs) if callable(found) else found
+
+
+def _libraries(env: Any) -> list[str]:
+    return [each.__module__.split(".")[0] for each in type(env).__mro__]
+
+
+def _is_wrapper(env: Any) -> bool:
+    kinds = type(env).__mro__
+    is_one = any(each.__name__ == "Wrapper" and each.__module__.split(".")[0] in ("gym", "gymnasium") for each in kinds)
+    return is_one and hasattr(getattr(env, "env", None), "reset")
 
 
 def _parameters(function: Any) -> list[str]:

@@ -158,10 +158,11 @@ def decoded(space: gym.Space[Any], value: object, name: str) -> Any:
     dtype = np.dtype(space.dtype)
     try:
         found = np.asarray(value)
+        if found.dtype.kind not in "biuf" or found.shape != space.shape:  # before any memory is taken for it
+            raise ValueError
         with np.errstate(over="raise", invalid="raise"):
             cast = found.astype(dtype, copy=False)
-        fits = found.dtype.kind in "biuf" and cast.shape == space.shape
-        if fits and (not np.isnan(cast).any() if dtype.kind == "f" else cast is found or (cast == found).all()):
+        if not np.isnan(cast).any() if dtype.kind == "f" else cast is found or (cast == found).all():
             return cast[()]
     except (ValueError, TypeError, OverflowError, FloatingPointError):
         pass  # the reason would only repeat what follows

@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import psutil
+
 from penstock.workers.forks import leave_in_forks
 
 # The argument is the variable with its value. The part in braces runs in the background, so that it is no child of the
@@ -135,6 +137,9 @@ class MarkedProcess:
         self._process = subprocess.Popen(command, **how)
         leave_in_forks(self)
         self.pid, self._found, self._search_at = self._process.pid, list[int](), 0.0
+        self._rest: list[psutil.Process] | None = (
+            None  # of its group, when it has ended: some may have no mark any more
+        )
 
     def leave_to_parent(self, pid: int) -> None:
         """In a fork: `subprocess` must not warn there that the program runs."""
@@ -146,6 +151,8 @@ class MarkedProcess:
             return "an unknown exit code"
         if (code := self._process.poll()) is None:
             return ""
+        if self._rest is None:
+            self._rest = _group(self.pid)
         with suppress(ValueError):  # no signal
             return signal.Signals(-code).name
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -159,7 +166,7 @@ class MarkedProcess:
 
     def members(self) -> list[int]:
         """The ids of all processes that belong to it."""
-        found = set(_marked_with(self._mark))
+        found = {*_marked_with(self._mark), *(each.pid for each in self._rest or () if _runs(each))}
         return sorted(found if self.exit_text() else {*found, self.pid})  # it may have changed its variables
 
     def known(self) -> set[int]:
@@ -184,6 +191,9 @@ class MarkedProcess:
         for pid in _marked_with(self._mark) if os.getpid() == self.owner else ():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        for each in (self._rest or ()) if os.getpid() == self.owner else ():
+            with suppress(psutil.Error):  # it sees to it that no other process has the id now
+                each.kill()
 
     def end(self, term_timeout: float = 0.0) -> list[int]:
         """End all of them, and wait for this: with SIGTERM, if they have `term_timeout` seconds to follow it, then with
@@ -205,6 +215,22 @@ class MarkedProcess:
         if not self.exit_text():  # else another process may have its id
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
+
+
+def _group(number: int) -> list[psutil.Process]:
+    """The processes of this group."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError, psutil.Error):  # it has just ended
+            if os.getpgid(pid) == number:
+                found.append(psutil.Process(pid))
+    return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _marked_with(mark: str) -> list[int]:

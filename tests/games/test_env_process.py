@@ -88,8 +88,8 @@ def test_all_that_comes_is_equal_to_a_plain_loop(kind: str) -> None:
 class Elsewhere(EnvProcess):
     """As in another container: what the learner wants to share is another file there."""
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        return super()._ask(name, *(("/dev/zero", *arguments[1:]) if name == "map" else arguments))
+    def _ask_alone(self, name: str, *arguments: Any) -> Any:
+        return super()._ask_alone(name, *(("/dev/zero", *arguments[1:]) if name == "map" else arguments))
 
 
 @pytest.mark.parametrize("cls", [EnvProcess, Elsewhere])
@@ -421,3 +421,19 @@ def test_what_the_process_gets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_it_is_among_the_names_of_the_package() -> None:
     assert penstock.EnvProcess is EnvProcess
+
+
+class Sticky(gym.Wrapper[Any, Any, Any, Any]):
+    """Draws from the generator of its environment, as Gymnasium's wrappers do."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = self.env.step(int(self.np_random.integers(2)))
+        return observation, *rest
+
+
+def test_a_simulator_in_the_environment_is_no_wrapper_and_wrappers_outside_are_seeded() -> None:
+    for seed in (7, None):
+        found = Sticky(own("WithSimulator")), Sticky(here("WithSimulator"))
+        for env in found:
+            env.reset(seed=3)
+        assert_equal(*(walk(env, [0] * 12, seed) for env in found))

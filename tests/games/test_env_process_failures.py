@@ -10,17 +10,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
 
 from penstock import (
+    ConfigError,
     EnvCallError,
     GameError,
     ParallelSampler,
@@ -28,6 +31,7 @@ from penstock import (
     RandomAgent,
     SamplerStateError,
     SerialSampler,
+    SpaceError,
     WorkerError,
 )
 from penstock.evaluation import evaluate
@@ -96,7 +100,7 @@ def test_render_and_reset_may_raise() -> None:
     with pytest.raises(EnvCallError, match="raised RuntimeError: no screen in render"):
         env.render()
     with pytest.raises(EnvCallError, match=r"raised ValueError: .* in reset"):
-        env.reset(seed=-1)
+        env.reset(seed=2**32)  # too large for np.random.seed
     assert_equal(env.reset(seed=1), here("Numbers").reset(seed=1))
     env.close()
 
@@ -420,3 +424,107 @@ def test_a_kill_of_those_who_hold_it_leaves_nothing(who: str, tmp_path: Path) ->
         main.kill()
         main.wait()
         main.stdout.close(), main.stderr.close()
+
+
+# ---- the end -------------------------------------------------------------------------------------------
+
+UNCLOSED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from penstock import EnvProcess
+from penstock.games import GameProcess
+if sys.argv[2] == "game":
+    kept = GameProcess(["sleep", "100"], ports=0, ready=lambda ports: True, quit=lambda game: None)
+    kept.wait_ready()
+else:
+    kept = EnvProcess("own_envs:Numbers", path=[sys.argv[1]])
+    kept.reset(seed=1)
+print(kept.pid, flush=True)
+if sys.argv[3] == "circle":
+    kept.itself = kept
+    del kept
+elif sys.argv[3] == "raise":
+    raise ValueError("as scripts do")
+"""
+
+
+@pytest.mark.parametrize("what", ["environment", "game"])
+@pytest.mark.parametrize("how", ["module", "circle", "raise"])
+def test_a_program_that_closes_nothing_ends(what: str, how: str) -> None:
+    """When the interpreter exits, no thread can start any more: to wait for one is to wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, PROGRAMS, what, how], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (1 if how == "raise" else 0), done.stderr
+    until(lambda: not psutil.pid_exists(int(done.stdout)))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_environment_that_nobody_has_any_more_ends_without_the_garbage_collector() -> None:
+    env = own("Numbers")
+    env.reset(seed=1)
+    pid = env.pid
+    gc.disable()
+    try:
+        del env
+        until(lambda: not psutil.pid_exists(pid))
+    finally:
+        gc.enable()
+
+
+def test_a_program_without_variables_in_the_group_of_the_environment_ends_with_it() -> None:
+    env = own("Leaving")
+    _, info = env.reset(seed=1)
+    assert os.getpgid(info["pid"]) == os.getpgid(env.pid)
+    env.close()
+    until(lambda: not psutil.pid_exists(info["pid"]) or psutil.Process(info["pid"]).status() == psutil.STATUS_ZOMBIE)
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------
+
+
+def test_an_observation_that_cannot_be_sent_is_an_error() -> None:
+    env = own("Objects")
+    env.reset(seed=1)
+    with pytest.raises(SpaceError, match=r"an observation has a own_envs\._Simulator, which EnvProcess cannot send"):
+        env.step(0)
+    env.close()
+
+
+def test_a_second_thread_gets_no_answer_of_the_first() -> None:
+    env = faulty("hang", step_timeout=3)
+    env.reset(seed=1)
+    env.step(0), env.step(0)
+    errors: list[Any] = []
+
+    def first() -> None:
+        with pytest.raises(GameError):
+            env.step(0)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    until(env._lock.locked)
+    for call in (lambda: env.step(0), lambda: env.call("length"), env.render):
+        with pytest.raises(SamplerStateError, match="another thread waits for an answer") as caught:
+            call()
+        errors.append(caught.value)
+    thread.join()
+    assert len(errors) == 3
+    env.close()
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a"])
+def test_what_is_no_seed_is_refused_and_the_next_reset_goes_on(seed: Any) -> None:
+    env = own("Numbers", renew_every=1)
+    env.reset(seed=1)
+    with pytest.raises(gym.error.Error, match="Seed must be"):
+        env.reset(seed=seed)
+    assert_equal(env.reset(seed=1), here("Numbers").reset(seed=1))
+    env.reset()
+    env.close()
+
+
+@pytest.mark.parametrize("wrong", [{"path": "abc"}, {"python": []}])
+def test_arguments_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(wrong))} must be"):
+        EnvProcess("own_envs:Numbers", **wrong)

@@ -292,6 +292,19 @@ def test_changed_raw_messages_are_messages_or_one_short_error(data: Any) -> None
     assert not found or isinstance(found[-1], dict) or len(found[-1]) < 300
 
 
+@pytest.mark.parametrize("value", [np.zeros(0, "<U400000000"), np.zeros((0, 2)), np.zeros(2, "S9"), np.array([1j, 2])])
+def test_an_observation_of_another_kind_is_refused_before_it_takes_memory(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"begin must have the shape \(2,\) and fit uint8"):
+        decoded(Box(0, 255, (2,), np.uint8), value, "begin")
+
+
+@pytest.mark.parametrize("dtype", ["|b1", "|i1", "<i2", ">i4", "<u8", "<f2", ">f4", "<f8"])
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (0,), (2, 0, 3), (2, 3, 0)])
+def test_the_client_in_python_reads_arrays_of_every_kind(dtype: str, shape: tuple[int, ...]) -> None:
+    sent = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    assert served_client._value({"a": [dtype, list(shape)]}, [sent.tobytes()]) == sent.tolist()
+
+
 # ---- programs that play ------------------------------------------------------------------------
 
 LINE = Box(0, 10, (2,), np.float32), Discrete(3)

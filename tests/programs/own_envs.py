@@ -282,3 +282,46 @@ def super_mario() -> Any:
             return observation[::8, ::8].mean(-1).astype(np.uint8)
 
     return Small(importlib.import_module("nes_py.wrappers").JoypadSpace(game, movements))
+
+
+class _Simulator:
+    """What an environment may have as `self.env`: it is no wrapper around it."""
+
+    def reset(self) -> None:
+        self.n = 0
+
+
+class WithSimulator(gym.Env):  # type: ignore[misc]
+    """Its simulator is no environment. It draws from a generator of its own, and leaves `np_random` to wrappers."""
+
+    observation_space = S.Box(-1e9, 1e9, (2,), np.float64)
+    action_space = S.Discrete(2)
+
+    def __init__(self) -> None:
+        self.env = _Simulator()
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.env.reset()
+        if seed is not None:
+            self.rng = np.random.RandomState(seed)
+        return np.array([-1 if seed is None else seed, self.rng.standard_normal()]), {"seed": seed}
+
+    def step(self, action: Any) -> Any:
+        self.env.n += 1
+        return np.array([self.env.n, self.rng.standard_normal()]), 1.0, self.env.n == 4, False, {}
+
+
+class Objects(WithSimulator):
+    """Observes what cannot be sent."""
+
+    def step(self, action: Any) -> Any:
+        return {"place": [np.zeros(2), _Simulator()]}, 1.0, False, False, {}
+
+
+class Leaving(WithSimulator):
+    """Starts a program without any variables, in the group of this process."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.program = subprocess.Popen(["sleep", "100"], env={"PATH": os.environ["PATH"]})
+        return super().reset(seed=seed)[0], {"pid": self.program.pid}

@@ -268,7 +268,7 @@ def test_an_engine_with_other_random_numbers_is_compared_from_its_first_observat
     original = partial(gym.make, "CartPole-v1")
     assert check_batched(BatchedCartPole, original, begin=begin, close=True) > 5
     assert check_batched("CartPole-v1", original, begin=begin, close=True) > 5  # Gymnasium's, which takes one seed
-    with pytest.raises(ConfigError, match="takes no list of seeds .*give begin"):
+    with pytest.raises(ConfigError, match=r"takes no list of seeds .*give begin"):
         check_batched("CartPole-v1", original)
 
 
