@@ -92,7 +92,8 @@ def check_env(
         apply(values_fit_their_spaces, name, setup, env)
     finally:
         env.close()
-    for rule in (one_seed_gives_one_episode, earlier_episodes_leave_no_trace, environments_share_nothing):
+    rules = one_seed_gives_one_episode, what_follows_repeats_too
+    for rule in (*rules, earlier_episodes_leave_no_trace, environments_share_nothing):
         apply(rule, name, setup)
     with ShmVectorEnv([setup.build] * 2, n_workers=1, context=start_method) as envs:
         apply(a_worker_gives_the_same_episode, name, setup, envs)
@@ -114,12 +115,17 @@ class _Setup:
         return self.factory()  # type: ignore[no-any-return]
 
     def played(
-        self, env: gym.Env[Any, Any], episode: int, look: Callable[..., None] = lambda *_: None
+        self,
+        env: gym.Env[Any, Any],
+        episode: int,
+        look: Callable[..., None] = lambda *_: None,
+        *,
+        is_seeded: bool = True,
     ) -> tuple[list[Step], list[Any]]:
         """The steps of this episode, the first from `reset`, and the actions. `look` sees each step."""
         rng = np.random.default_rng((self.seed, episode))
         env.action_space.seed(int(rng.integers(2**31)))
-        observation, info = checked_reset(env.reset(seed=self.seed + episode), 0)
+        observation, info = checked_reset(env.reset(seed=self.seed + episode if is_seeded else None), 0)
         look(env, f"episode {episode}, reset", observation, 0.0, info)
         steps: list[Step] = [(copy.deepcopy(observation), 0.0, False, False)]
         actions: list[Any] = []
@@ -219,6 +225,17 @@ def one_seed_gives_one_episode(setup: _Setup) -> None:
         env.close()
 
 
+def what_follows_repeats_too(setup: _Setup) -> None:
+    """The episodes after a reset with a seed repeat too: a sampler seeds the first reset of an environment only."""
+    runs = []
+    for _ in range(2):
+        env = setup.build()
+        runs.append([setup.played(env, k, is_seeded=k == 0)[0] for k in range(_N_RUNS)])
+        env.close()
+    for k, (wanted, got) in enumerate(zip(*runs, strict=True)):
+        _compare(wanted, got, k, "in another new environment, both without a seed of its own", _KEPT)
+
+
 def earlier_episodes_leave_no_trace(setup: _Setup) -> None:
     """An episode does not depend on those that were played before it in the same environment."""
     runs, env = setup.reference(), setup.build()
@@ -268,6 +285,7 @@ def episodes_leave_nothing_behind(setup: _Setup, envs: ShmVectorEnv, figures: li
 
 
 _SEEDS = "draw from self.np_random, which super().reset(seed=seed) seeds, and not from global or unseeded generators"
+_KEPT = "make a generator only in a reset with a seed, and keep it: super().reset(seed=seed) and self.np_random do so"
 _RESET = f"set all state in reset, also that of wrappers. And {_SEEDS}"
 _SHARED = "keep state in the object, not in its class, its module or a global generator"
 _PROCESS = f"look for what differs between processes: environment variables, hash seeds, files, times. And {_SEEDS}"

@@ -124,6 +124,17 @@ class Unseeded(Sound):
         return self.rng.uniform(-1, 1, 2).astype(np.float32)
 
 
+class Anew(Sound):
+    """Makes a new generator in each reset."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.rng = np.random.default_rng(seed)
+        return super().reset(seed=seed)
+
+    def seen(self) -> Any:
+        return self.rng.uniform(-1, 1, 2).astype(np.float32)
+
+
 class Remembering(Sound):
     n_steps = 0
 
@@ -200,6 +211,7 @@ def test_a_sound_environment_passes_and_is_measured(env_fn: Any) -> None:
         (LockedLater, "values_fit_their_spaces", "episode 0, step 1: the info cannot be pickled"),
         (Words, "values_fit_their_spaces", "ShmVectorEnv takes it as it is"),
         (Unseeded, "one_seed_gives_one_episode", "in another new environment: observation.*self.np_random"),
+        (Anew, "what_follows_repeats_too", "episode 1, .* both without a seed of its own: observation.*keep it"),
         (Remembering, "earlier_episodes_leave_no_trace", "after other episodes: reward at step 1: 1.0 and 6.0"),
         (CountingEnv, "earlier_episodes_leave_no_trace", r"observation\[0\] at step 0: 0.0 and 1.0"),  # its episodes
         (Sharing, "environments_share_nothing", "beside another environment: reward at step 1"),
