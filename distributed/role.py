@@ -184,7 +184,7 @@ class Worker:
                 _log.exception("worker %s has failed", name)
             try:
                 self._close()
-            except Exception as error:
+            except BaseException as error:  # SystemExit too: what it should have saved is lost
                 self._worker_machine.fail()
                 text = text or f"_close raised {describe(error)}"
                 _log.exception("worker %s could not close", name)

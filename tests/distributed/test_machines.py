@@ -474,3 +474,83 @@ def test_a_trainer_that_had_to_be_killed_is_an_error_that_says_what_is_lost(tmp_
         if how == "hang_timeout":
             psutil.Process(run.panel.pid("trainer/0")).suspend()
     assert torch.load(tmp_path / "trainer.pt", weights_only=True)["version"] == 2
+
+
+class Dies(Lingers):
+    """A trainer whose last save fails in many ways."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.what == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.what == "_exit":
+            os._exit(0)
+        elif self.what == "SystemExit":
+            sys.exit("it cannot save")
+        elif self.what == "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        elif self.what == "hangs":
+            threading.Event().wait()
+        return super().state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("SIGKILL", r"it has ended without a report \(.*SIGKILL.*\)"),
+        ("_exit", r"it has ended without a report \(.*code 0.*\)"),
+        ("SystemExit", r"_close raised SystemExit: it cannot save"),
+        ("KeyboardInterrupt", r"_close raised KeyboardInterrupt.*"),
+        ("hangs", r"it has not ended within \d+ s, so it was killed"),
+        ("killed before", r"it has ended without a report \(.*SIGKILL.*\)"),
+        ("killed before, no checkpoint", r"it has ended without a report \(.*SIGKILL.*\)"),
+        ("is well", None),
+        ("is well, no checkpoint", None),
+    ],
+)
+def test_a_trainer_that_does_not_report_its_end_is_an_error(tmp_path: Path, how: str, error: str | None) -> None:
+    path = None if "no checkpoint" in how else tmp_path / "trainer.pt"
+    training = Training(partial(Dies, tmp_path, how), checkpoint=path, save_every=10**6)
+    run = Experiment("dies", RandomAgent, Actors(1, SAMPLER), training, seed=0).run(wire="zmq", close_timeout=1.0)
+    run.panel.close = partial(run.panel.close, 1.0 if how == "hangs" else 5.0)  # type: ignore[method-assign]
+    try:
+        assert run.wait(lambda s: s.version >= 3, timeout=60).version >= 3
+        if how.startswith("killed"):
+            run.panel.kill("trainer/0")
+    finally:
+        if error is None:
+            run.close()
+        else:
+            lost = rf"trainer/0 has failed at the end of the run: {error}. It had made version \d+ or a later one, and "
+            with pytest.raises(ClusterError, match=lost + "had saved none that is known"):
+                run.close()
+    assert (path is not None and path.exists()) == (how == "is well")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("close_timeout", [0.5, 60.0])
+def test_a_trainer_that_saves_itself_before_a_restart_may_end_it(tmp_path: Path, close_timeout: float) -> None:
+    """Rank 1 has failed, so rank 0 saves itself, and the run is closed meanwhile."""
+    training = Training(
+        partial(Lingers, tmp_path, "save"), checkpoint=tmp_path / "trainer.pt", save_every=10**6, count=2
+    )
+    agent = partial(CategoricalPgAgent, small_model)
+    run = Experiment("two", agent, Actors(1, SAMPLER), training, seed=0).run(wire="zmq", close_timeout=close_timeout)
+    try:
+        run.wait(lambda s: s.version >= 5, timeout=60)
+        run.panel.kill("trainer/1")
+        run.wait(lambda s: lingers(tmp_path), timeout=60)
+        run.panel.close = partial(run.panel.close, 0.3)  # type: ignore[method-assign]
+        if close_timeout > 1:
+            waited = threading.Timer(1.0, (tmp_path / "go").touch)  # longer than others may take
+            waited.start()
+    finally:
+        if close_timeout > 1:
+            run.close()
+            waited.join()
+            assert torch.load(tmp_path / "trainer.pt", weights_only=True)["version"] >= 5
+        else:
+            with pytest.raises(ClusterError, match="trainer/0 has failed .* it has not ended within .* it was killed"):
+                run.close()
