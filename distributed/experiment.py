@@ -188,6 +188,7 @@ class Experiment:
             "bootstrap_value": actors.bootstrap_value,
             "record": actors.record,
             "inference": actors.inference,
+            "samples": actors.samples,
         }
         sampler.shutdown()
         return {name: _short(str(value)) for name, value in facts.items()}
@@ -548,20 +549,26 @@ def _short(text: str) -> str:
     return text if len(text) <= 500 else f"{text[:500]} ... ({sha256(text.encode()).hexdigest()[:16]})"
 
 
+def _address_towards(address: str) -> str:
+    """The address of this machine from which it reaches `address`, of IPv4 or IPv6. Raises `OSError` for none."""
+    name, _, port = address.rpartition("/")[2].rpartition(":")
+    family, kind, *_, place = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # it sends nothing
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
 def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:
     """How to reach the run of this file, and what it says to those that join. An old file may be replaced meanwhile."""
     until = time.monotonic() + timeout
     while True:
         try:
             connection = Connection.read(file)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it sends nothing
-                address = connection.address.rpartition("/")[2].rpartition(":")
-                probe.connect((address[0], int(address[2])))
-                connection = replace(connection, host=host or probe.getsockname()[0])
+            connection = replace(connection, host=host or _address_towards(connection.address))
             with contextlib.closing(connection.wire()) as wire:
                 names = NameClient(wire, connection.address)
                 return connection, dict(names.wait(_FACTS, min(5.0, max(0.1, until - time.monotonic()))))
-        except (ConfigError, ClusterError, OSError):
+        except (ConfigError, ClusterError, OSError):  # OSError: its machine cannot be reached yet
             if time.monotonic() > until:
                 raise
             time.sleep(_POLL_SECONDS)

@@ -163,9 +163,8 @@ class ControlPanel(Closing):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {worker!r}")
         integer("count", count, least=0)
         integer("first", first, least=0)
-        must_be(
-            "name", name, name is None or (isinstance(name, str) and all(name.split("/"))), "a name such as 'worker'"
-        )
+        is_name = isinstance(name, str) and all(name.split("/")) and name.isprintable() and len(name) <= 400
+        must_be("name", name, name is None or is_name, "a name such as 'worker'")
         must_be("resources", resources, isinstance(resources, Mapping | None), "a dict such as {'CPU': 2}")
         per_worker = _DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS
         _need_descriptors(count * per_worker, f"{count} more workers need")
@@ -273,7 +272,7 @@ class ControlPanel(Closing):
         """
         self.wire.require_own()
         try:
-            pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"))
+            pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"), re.DOTALL)
         except re.error as error:
             raise ConfigError(f"regex={regex!r} is no regular expression: {error}") from error
         chosen = [*filter(pattern.fullmatch, self.worker_names if names is None else _listed(names))]
