@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -108,6 +109,10 @@ def others(experiment: Experiment) -> list[tuple[Experiment, str]]:
         (acting(T=16), "batch_T is 8 there and 16 here"),
         (acting(B=2), "batch_B is 4 there and 2 here"),
         (acting(bootstrap_value=False), "bootstrap_value is True there and False here"),
+        (
+            replace(acting(samples="x"), training=replace(experiment.training, stream="x")),
+            "samples is train there and x here",
+        ),
         (acting(joining=3), r"the number of actors is \(1, 2\) there and \(1, 3\) here"),
         (replace(experiment, make_agent=RandomAgent), r"the parameters is {.*'float32\[3, 4\]'.* there and {} here"),
         (
@@ -158,6 +163,55 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
             assert says in capsys.readouterr().err
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
     assert ending(late) == (0, "actor/2: exited with code 0\n"), "the end of the run ends it"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("host", [None, "::1"])
+def test_an_actor_joins_a_run_at_an_address_of_ipv6(tmp_path: Path, host: str | None) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    actors = Actors(1, SAMPLER, joining=1)
+    experiment = Experiment("six", RandomAgent, actors, Training(partial(Lingers, tmp_path, "never")), seed=0)
+    endings: dict[str, str] = {}
+    file = tmp_path / "run.json"
+    with experiment.run(wire="zmq", host="::1", file=file) as run:
+        thread = threading.Thread(target=lambda: endings.update(experiment.join(file, ["actor/1"], host=host)))
+        thread.start()
+        assert samples(run.wait(lambda s: samples(s) > 0, timeout=60)) > 0
+    thread.join(60)
+    assert endings == {"actor/1": "exited with code 0"}
+
+
+LICENSED = """
+import os
+from dataclasses import replace
+
+def licensed(pid):
+    if os.getpid() != pid:
+        raise RuntimeError("no licence on this machine")
+    return EXPERIMENT.actors.make_sampler()
+
+LICENSED = replace(EXPERIMENT, actors=replace(EXPERIMENT.actors, make_sampler=partial(licensed, os.getpid())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_an_actor_that_cannot_be_configured_says_why_on_its_machine(tmp_path: Path) -> None:
+    experiment = load(tmp_path)["EXPERIMENT"]
+    (tmp_path / "exp.py").write_text(MODULE + LICENSED)
+    with experiment.run(wire="zmq", file=tmp_path / "run.json") as run:
+        process = join(tmp_path, "actor/1", experiment="exp.py:LICENSED")
+        run.wait(lambda s: process.poll() is not None, timeout=60)
+        code, text = ending(process)
+    assert code == 1
+    assert "worker actor/1 could not be configured" in text
+    assert "RuntimeError: no licence on this machine" in text
+    assert text.endswith("actor/1: exited with code 1\n")
 
 
 def within(network: str) -> list[str]:
@@ -552,5 +606,5 @@ def test_a_trainer_that_saves_itself_before_a_restart_may_end_it(tmp_path: Path,
             waited.join()
             assert torch.load(tmp_path / "trainer.pt", weights_only=True)["version"] >= 5
         else:
-            with pytest.raises(ClusterError, match="trainer/0 has failed .* it has not ended within .* it was killed"):
+            with pytest.raises(ClusterError, match=r"trainer/0 has failed .* it has not ended within .* it was killed"):
                 run.close()
