@@ -188,6 +188,7 @@ class Experiment:
             "bootstrap_value": actors.bootstrap_value,
             "record": actors.record,
             "inference": actors.inference,
+            "samples": actors.samples,
         }
         sampler.shutdown()
         return {name: _short(str(value)) for name, value in facts.items()}
@@ -323,9 +324,10 @@ class RunningExperiment(Closing):
         self._n_failures = 0  # of all
         self._n_suspensions = dict.fromkeys(makers, 0)  # of the panel, when each worker was started
         self._up_since: dict[str, float] = {}
+        self._trained: set[str] = set()  # trainers that may have to save themselves: they were up, or are ending
         self._silent_since: dict[str, float] = {}
         self._starting = {name: self._start(name) for name in makers}  # what is left to do for those that do not run
-        self._version = 1
+        self._version, self._saved = 1, 0
         self._began = time.monotonic()
         try:
             panel.names.add(_FACTS, facts, lasting=True)
@@ -348,6 +350,7 @@ class RunningExperiment(Closing):
         joined = [name for name in self._joining if name in self.panel.worker_names]
         workers = self.panel.stats([*self._makers, *joined])
         self._version = int(workers["trainer/0"].get("version", self._version))
+        self._saved = int(workers["trainer/0"].get("saved", self._saved))
         return RunState(self._version, time.monotonic() - self._began, workers)
 
     def wait(
@@ -387,19 +390,19 @@ class RunningExperiment(Closing):
         """End all workers. A trainer ends its step and saves itself before, for which it has `close_timeout` seconds.
         Calling it again does nothing, and nor does a call in a fork of its process.
 
-        Raises `ClusterError` if a trainer fails meanwhile, for example because its last checkpoint cannot be written,
-        or if it had to be killed: then the error says which versions are lost.
+        Raises `ClusterError` if a trainer has failed and was not started again yet, or fails meanwhile, for example
+        because its last checkpoint cannot be written, or because it is killed: the error says which versions are lost.
         """
         if not self.panel.is_own:
             return
-        trainers = [name for name in self._up_since if name.startswith("trainer/")]
+        trainers = sorted(self._trained)
         figures = self.panel.names.newest("figures/trainer/0")
         self.panel.close(longer=dict.fromkeys(trainers, self._close_timeout), hang_timeout=self._hang_timeout)
         errors = {name: self.panel.failed_at_end.pop(name, None) for name in sorted({"trainer/0", *trainers})}
         for name, error in errors.items():
             if error is not None:
                 known = figures[0] if figures is not None else {}
-                version, saved = (int(known.get(key, 0)) for key in ("version", "saved"))  # some time ago
+                version, saved = int(known.get("version", self._version)), int(known.get("saved", self._saved))
                 raise ClusterError(
                     f"worker {name} has failed at the end of the run: {error}. It had made version {version} or a "
                     f"later one, and had saved {f'version {saved} or a later one' if saved else 'none that is known'}"
@@ -443,6 +446,8 @@ class RunningExperiment(Closing):
                 with contextlib.suppress(PeerLostError):  # it has ended already
                     self.panel.async_request(name, "exit")
             return
+        if name != "trainer/0":  # that one has the training, which is lost if it ends before it has begun again
+            self._trained.discard(name)
         now, n_suspensions = time.monotonic(), self.panel.count_suspensions()
         if now - self._up_since.pop(name, now) > _SOUND_SECONDS:
             self._n_in_row[name] = 0
@@ -476,6 +481,8 @@ class RunningExperiment(Closing):
             except StopIteration:
                 del self._starting[name]
                 self._up_since[name] = time.monotonic()
+                if name.startswith("trainer/"):
+                    self._trained.add(name)
             except ClusterError as error:
                 if not (name.startswith("trainer/") and any(other.startswith("trainer/") for other in errors)):
                     errors[name] = error  # one of the trainers is enough: all are started again
@@ -496,6 +503,7 @@ class RunningExperiment(Closing):
             elif time.monotonic() > max(begin, kill_at) + _START_SECONDS:
                 raise ClusterError("the one before has not ended, and cannot be killed")
             yield
+        self._trained.discard(name)
         self.panel.launch(self._makers[name], name=base, first=int(index), resources=self._resources[base])
         yield
         yield from self._begin(name)
@@ -541,20 +549,26 @@ def _short(text: str) -> str:
     return text if len(text) <= 500 else f"{text[:500]} ... ({sha256(text.encode()).hexdigest()[:16]})"
 
 
+def _address_towards(address: str) -> str:
+    """The address of this machine from which it reaches `address`, of IPv4 or IPv6. Raises `OSError` for none."""
+    name, _, port = address.rpartition("/")[2].rpartition(":")
+    family, kind, *_, place = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # it sends nothing
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
 def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:
     """How to reach the run of this file, and what it says to those that join. An old file may be replaced meanwhile."""
     until = time.monotonic() + timeout
     while True:
         try:
             connection = Connection.read(file)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it sends nothing
-                address = connection.address.rpartition("/")[2].rpartition(":")
-                probe.connect((address[0], int(address[2])))
-                connection = replace(connection, host=host or probe.getsockname()[0])
+            connection = replace(connection, host=host or _address_towards(connection.address))
             with contextlib.closing(connection.wire()) as wire:
                 names = NameClient(wire, connection.address)
                 return connection, dict(names.wait(_FACTS, min(5.0, max(0.1, until - time.monotonic()))))
-        except (ConfigError, ClusterError, OSError):
+        except (ConfigError, ClusterError, OSError):  # OSError: its machine cannot be reached yet
             if time.monotonic() > until:
                 raise
             time.sleep(_POLL_SECONDS)

@@ -122,8 +122,9 @@ def _unpickled(work: bytes, stacks: StackFile) -> int:
 
 def run_worker(make: Callable[[], Worker], connection: Connection, name: str, *, ends_with_panel: bool) -> int:
     """What the process of a worker does. Returns its exit code."""
-    status = make().run(connection, name, ends_with_panel=ends_with_panel)
-    return 1 if status is Status.ERROR else 0
+    worker = make()
+    status = worker.run(connection, name, ends_with_panel=ends_with_panel)
+    return int(status is Status.ERROR or bool(worker.configure_error))
 
 
 def snake(cls: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import os
 import stat
 from abc import abstractmethod
@@ -14,6 +16,10 @@ from typing import Any
 
 from penstock.distributed.closing import Closing
 from penstock.errors import ConfigError
+
+_log = logging.getLogger("penstock")
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -44,17 +50,38 @@ class MetricsSink(Closing):
 
 class JsonLines(MetricsSink):
     """Appends one line of JSON each time: `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`.
+    A figure that is not finite is null. While the disk is full, lines are missing, and one warning says so; the next
+    line that fits may come after a part of one.
 
     `write` raises `ConfigError` if the path is a link, or a file of another user, who could have planted it there.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = path
+        self._path, self._has_warned = path, False
 
     def write(self, state: RunState) -> None:
         figures = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
-        with open(self._path, "a", encoding="utf-8", opener=_open_own) as file:
-            file.write(json.dumps(figures, default=str) + "\n")
+        line = json.dumps(_finite(figures), default=str, allow_nan=False) + "\n"
+        try:
+            with open(self._path, "ab+", opener=_open_own) as file:
+                if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                    file.write(b"\n")  # the end of a part of a line
+                file.write(line.encode())
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            if not self._has_warned:  # training is worth more than its figures
+                _log.warning("figures cannot be written to %s, so lines are missing: %s", self._path, error.strerror)
+            self._has_warned = True
+
+
+def _finite(value: Any) -> Any:
+    """The value, with None for each number in it that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _open_own(path: str, flags: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.distributed.messages import BadMessageError, decode, encode, packer
 from penstock.distributed.wire import LOST_SECONDS, Inbox, Node, Peer
-from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError, brief
 
 INBOX = "names"
 LEASE_SECONDS = 3.0  # the least
@@ -49,6 +49,15 @@ def below(keys: Iterable[str], *roots: str) -> list[str]:
 def is_place(value: object) -> bool:
     """Whether the value of a name is where an inbox is: address, node id and name of the inbox."""
     return isinstance(value, list) and [*map(type, value)] == [str, str, str]
+
+
+def check_key(key: object) -> None:
+    """Raise `NameTableError` for what can be no name: one such key in a beat would stop all names of its owner."""
+    if not isinstance(key, str) or not all(key.split("/")) or len(key) > 500 or not key.isprintable():
+        raise NameTableError(
+            "a name is a path such as 'trial0/workers/actor/3', of at most 500 characters that can be printed, got "
+            f"{brief(key)}"
+        )
 
 
 class NameTable:
@@ -92,9 +101,7 @@ class NameTable:
         self._renew(owner)
 
     def _put(self, key: str, value: bytes, owner: str, lasting: bool, replace: bool = False) -> None:
-        if not isinstance(key, str) or not all(key.split("/")) or len(key) > 500:
-            text = "a name is a path such as 'trial0/workers/actor/3', at most 500 characters"
-            raise NameTableError(f"{text}, got {key!r}")
+        check_key(key)
         if [type(value), type(owner), type(lasting)] != [bytes, str, bool] or len(value) > MOST_BYTES:
             raise NameTableError(f"the name {key!r} has no value, or no owner")
         old = self.entries.get(key)
@@ -239,7 +246,8 @@ class NameClient:
 
     def write(self, key: str, value: object, *, at_once: bool = False) -> None:
         """Add or change a name of this node, and do not wait for it: it goes with the next beat, or at once. Raises
-        `BadMessageError` if `value` cannot be sent or has more than 64 KiB."""
+        `NameTableError` for what can be no name, and `BadMessageError` if `value` cannot be sent or has more than 64
+        KiB."""
         self.require_own()
         self._entries[key] = (_packed(key, value), False)
         if at_once:
@@ -419,6 +427,7 @@ def unpack_table(packed: Any) -> dict[str, Any]:
 
 def _packed(key: str, value: object) -> bytes:
     """The value of a name, as the table keeps it."""
+    check_key(key)
     frames = encode(value)
     if (size := sum(map(len, frames))) > MOST_BYTES or len(frames) > 1:
         raise BadMessageError(

@@ -8,7 +8,7 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -163,9 +163,8 @@ class ControlPanel(Closing):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {worker!r}")
         integer("count", count, least=0)
         integer("first", first, least=0)
-        must_be(
-            "name", name, name is None or (isinstance(name, str) and all(name.split("/"))), "a name such as 'worker'"
-        )
+        is_name = isinstance(name, str) and all(name.split("/")) and name.isprintable() and len(name) <= 400
+        must_be("name", name, name is None or is_name, "a name such as 'worker'")
         must_be("resources", resources, isinstance(resources, Mapping | None), "a dict such as {'CPU': 2}")
         per_worker = _DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS
         _need_descriptors(count * per_worker, f"{count} more workers need")
@@ -273,7 +272,7 @@ class ControlPanel(Closing):
         """
         self.wire.require_own()
         try:
-            pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"))
+            pattern = re.compile(must_be("regex", regex or ".*", isinstance(regex, str | None), "text"), re.DOTALL)
         except re.error as error:
             raise ConfigError(f"regex={regex!r} is no regular expression: {error}") from error
         chosen = [*filter(pattern.fullmatch, self.worker_names if names is None else _listed(names))]
@@ -418,38 +417,49 @@ class ControlPanel(Closing):
         Args:
             timeout: seconds that a worker may take.
             longer: more seconds for some workers, by name. One that is silent for `hang_timeout` seconds is killed
-                earlier.
+                earlier. `failed_at_end` has those of them that have not reported that they have closed.
         """
         if not self.is_own or self._closing.is_set():
             return
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
         if self._start is not None:  # those that have joined end too: the trial ends with its panel
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
-        limits = dict.fromkeys(self._launched, timeout)
+        limits, needed = dict.fromkeys(self._launched, timeout), longer or {}
         try:
             if running and not self.wire.is_closed:
                 self.autoconnect()
                 for answer in self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0))):
                     name = answer.worker_name
                     if answer.is_ok or (name in self._launched and not answer.lost):
-                        limits[name] = max(timeout, (longer or {}).get(name, 0.0))
+                        limits[name] = max(timeout, needed.get(name, 0.0))
         finally:
             self._closing.set()
             self._watcher.join()
             try:
-                self._wait_for_ends(limits, timeout, max(timeout, hang_timeout))
-                with contextlib.suppress(ClusterError):  # without the name table nobody knows
-                    for key, final in self.names.find("status").items() if running else ():
-                        name = key.partition("/")[2]
-                        if name in running and _is_final(final) and final[0] == Status.ERROR.value:
-                            self.failed_at_end[name] = final[1]
+                self._wait_for_ends(limits, timeout, max(timeout, hang_timeout), needed)
+                self._note_failures(running, needed)
             finally:
                 for worker in self._launched.values():
                     if not worker.wait(0):
                         worker.kill()
                 self._resources.close()
 
-    def _wait_for_ends(self, limits: Mapping[str, float], timeout: float, hang_timeout: float) -> None:
+    def _note_failures(self, running: Iterable[str], needed: Iterable[str]) -> None:
+        """Note which of these workers have reported an error, and which of the `needed` ones have reported nothing."""
+        finals: Any = {}
+        with contextlib.suppress(ClusterError):  # without the name table nobody knows
+            finals = self.names.find("status") if {*running, *needed} else {}
+        for name in {*running, *needed}:
+            final = finals.get(f"status/{name}")
+            if _is_final(final):
+                if final[0] == Status.ERROR.value:
+                    self.failed_at_end[name] = final[1]
+            elif name in needed and name not in self.failed_at_end:
+                self.failed_at_end[name] = f"it has ended without a report ({self._ending(name) or 'nobody knows how'})"
+
+    def _wait_for_ends(
+        self, limits: Mapping[str, float], timeout: float, hang_timeout: float, needed: Container[str]
+    ) -> None:
         """Wait until these workers have ended, each for so many seconds. Then kill it, if it was launched here."""
         began = time.monotonic()
         until = dict.fromkeys(limits, began + timeout)
@@ -468,7 +478,7 @@ class ControlPanel(Closing):
                 elif now >= until[name]:
                     del until[name]
                     if worker is not None:
-                        self._give_up(name, worker, now - began, loses=is_patient and not has_saved)
+                        self._give_up(name, worker, now - began, loses=name in needed and not has_saved)
             time.sleep(0.01)
 
     def _give_up(self, name: str, worker: Launched, seconds: float, *, loses: bool) -> None:

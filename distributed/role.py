@@ -111,6 +111,7 @@ class Worker:
     name: str
     wire: Node
     names: NameClient
+    configure_error = ""  #: why it could not be configured
     # Other attributes have names that begin with `_worker_`, so that a subclass does not use the same names.
 
     # ---- for subclasses --------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Worker:
                 _log.exception("worker %s has failed", name)
             try:
                 self._close()
-            except Exception as error:
+            except BaseException as error:  # SystemExit too: what it should have saved is lost
                 self._worker_machine.fail()
                 text = text or f"_close raised {describe(error)}"
                 _log.exception("worker %s could not close", name)
@@ -286,8 +287,14 @@ class Worker:
 
     def _configure_once(self, **config: Any) -> str:
         self._worker_machine.check_configure()
-        self._configure(**config)
-        self._worker_machine.is_configured = True
+        try:
+            self._configure(**config)
+        except BaseException as error:
+            if self.status not in FINAL:  # otherwise it was told to end meanwhile
+                self.configure_error = describe(error)
+                _log.exception("worker %s could not be configured", self.name)
+            raise
+        self.configure_error, self._worker_machine.is_configured = "", True
         return self._worker_machine.shown
 
     def _reconfigure_now(self, **config: Any) -> str:

@@ -134,9 +134,10 @@ def _worker(args: argparse.Namespace) -> int:
     if not (isinstance(cls, type) and issubclass(cls, Worker) and (index or "0").isdigit()):
         raise ConfigError(f"{args.worker} is no subclass of penstock.distributed.Worker: give MODULE:CLASS/INDEX")
     connection = _connection(args.join, args.host)
-    status = cls().run(connection, f"{args.name or snake(cls)}/{int(index or 0)}")
+    worker = cls()
+    status = worker.run(connection, f"{args.name or snake(cls)}/{int(index or 0)}")
     print(f"{args.worker}: {status.value}", file=sys.stderr)
-    return int(status is Status.ERROR)
+    return int(status is Status.ERROR or bool(worker.configure_error))
 
 
 def _add_join(parser: argparse.ArgumentParser) -> None:

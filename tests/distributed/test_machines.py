@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -108,6 +109,10 @@ def others(experiment: Experiment) -> list[tuple[Experiment, str]]:
         (acting(T=16), "batch_T is 8 there and 16 here"),
         (acting(B=2), "batch_B is 4 there and 2 here"),
         (acting(bootstrap_value=False), "bootstrap_value is True there and False here"),
+        (
+            replace(acting(samples="x"), training=replace(experiment.training, stream="x")),
+            "samples is train there and x here",
+        ),
         (acting(joining=3), r"the number of actors is \(1, 2\) there and \(1, 3\) here"),
         (replace(experiment, make_agent=RandomAgent), r"the parameters is {.*'float32\[3, 4\]'.* there and {} here"),
         (
@@ -158,6 +163,55 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
             assert says in capsys.readouterr().err
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
     assert ending(late) == (0, "actor/2: exited with code 0\n"), "the end of the run ends it"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("host", [None, "::1"])
+def test_an_actor_joins_a_run_at_an_address_of_ipv6(tmp_path: Path, host: str | None) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    actors = Actors(1, SAMPLER, joining=1)
+    experiment = Experiment("six", RandomAgent, actors, Training(partial(Lingers, tmp_path, "never")), seed=0)
+    endings: dict[str, str] = {}
+    file = tmp_path / "run.json"
+    with experiment.run(wire="zmq", host="::1", file=file) as run:
+        thread = threading.Thread(target=lambda: endings.update(experiment.join(file, ["actor/1"], host=host)))
+        thread.start()
+        assert samples(run.wait(lambda s: samples(s) > 0, timeout=60)) > 0
+    thread.join(60)
+    assert endings == {"actor/1": "exited with code 0"}
+
+
+LICENSED = """
+import os
+from dataclasses import replace
+
+def licensed(pid):
+    if os.getpid() != pid:
+        raise RuntimeError("no licence on this machine")
+    return EXPERIMENT.actors.make_sampler()
+
+LICENSED = replace(EXPERIMENT, actors=replace(EXPERIMENT.actors, make_sampler=partial(licensed, os.getpid())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_an_actor_that_cannot_be_configured_says_why_on_its_machine(tmp_path: Path) -> None:
+    experiment = load(tmp_path)["EXPERIMENT"]
+    (tmp_path / "exp.py").write_text(MODULE + LICENSED)
+    with experiment.run(wire="zmq", file=tmp_path / "run.json") as run:
+        process = join(tmp_path, "actor/1", experiment="exp.py:LICENSED")
+        run.wait(lambda s: process.poll() is not None, timeout=60)
+        code, text = ending(process)
+    assert code == 1
+    assert "worker actor/1 could not be configured" in text
+    assert "RuntimeError: no licence on this machine" in text
+    assert text.endswith("actor/1: exited with code 1\n")
 
 
 def within(network: str) -> list[str]:
@@ -474,3 +528,83 @@ def test_a_trainer_that_had_to_be_killed_is_an_error_that_says_what_is_lost(tmp_
         if how == "hang_timeout":
             psutil.Process(run.panel.pid("trainer/0")).suspend()
     assert torch.load(tmp_path / "trainer.pt", weights_only=True)["version"] == 2
+
+
+class Dies(Lingers):
+    """A trainer whose last save fails in many ways."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.what == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.what == "_exit":
+            os._exit(0)
+        elif self.what == "SystemExit":
+            sys.exit("it cannot save")
+        elif self.what == "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        elif self.what == "hangs":
+            threading.Event().wait()
+        return super().state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("SIGKILL", r"it has ended without a report \(.*SIGKILL.*\)"),
+        ("_exit", r"it has ended without a report \(.*code 0.*\)"),
+        ("SystemExit", r"_close raised SystemExit: it cannot save"),
+        ("KeyboardInterrupt", r"_close raised KeyboardInterrupt.*"),
+        ("hangs", r"it has not ended within \d+ s, so it was killed"),
+        ("killed before", r"it has ended without a report \(.*SIGKILL.*\)"),
+        ("killed before, no checkpoint", r"it has ended without a report \(.*SIGKILL.*\)"),
+        ("is well", None),
+        ("is well, no checkpoint", None),
+    ],
+)
+def test_a_trainer_that_does_not_report_its_end_is_an_error(tmp_path: Path, how: str, error: str | None) -> None:
+    path = None if "no checkpoint" in how else tmp_path / "trainer.pt"
+    training = Training(partial(Dies, tmp_path, how), checkpoint=path, save_every=10**6)
+    run = Experiment("dies", RandomAgent, Actors(1, SAMPLER), training, seed=0).run(wire="zmq", close_timeout=1.0)
+    run.panel.close = partial(run.panel.close, 1.0 if how == "hangs" else 5.0)  # type: ignore[method-assign]
+    try:
+        assert run.wait(lambda s: s.version >= 3, timeout=60).version >= 3
+        if how.startswith("killed"):
+            run.panel.kill("trainer/0")
+    finally:
+        if error is None:
+            run.close()
+        else:
+            lost = rf"trainer/0 has failed at the end of the run: {error}. It had made version \d+ or a later one, and "
+            with pytest.raises(ClusterError, match=lost + "had saved none that is known"):
+                run.close()
+    assert (path is not None and path.exists()) == (how == "is well")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("close_timeout", [0.5, 60.0])
+def test_a_trainer_that_saves_itself_before_a_restart_may_end_it(tmp_path: Path, close_timeout: float) -> None:
+    """Rank 1 has failed, so rank 0 saves itself, and the run is closed meanwhile."""
+    training = Training(
+        partial(Lingers, tmp_path, "save"), checkpoint=tmp_path / "trainer.pt", save_every=10**6, count=2
+    )
+    agent = partial(CategoricalPgAgent, small_model)
+    run = Experiment("two", agent, Actors(1, SAMPLER), training, seed=0).run(wire="zmq", close_timeout=close_timeout)
+    try:
+        run.wait(lambda s: s.version >= 5, timeout=60)
+        run.panel.kill("trainer/1")
+        run.wait(lambda s: lingers(tmp_path), timeout=60)
+        run.panel.close = partial(run.panel.close, 0.3)  # type: ignore[method-assign]
+        if close_timeout > 1:
+            waited = threading.Timer(1.0, (tmp_path / "go").touch)  # longer than others may take
+            waited.start()
+    finally:
+        if close_timeout > 1:
+            run.close()
+            waited.join()
+            assert torch.load(tmp_path / "trainer.pt", weights_only=True)["version"] >= 5
+        else:
+            with pytest.raises(ClusterError, match=r"trainer/0 has failed .* it has not ended within .* it was killed"):
+                run.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,34 @@ def test_figures_go_into_no_file_that_somebody_has_planted(tmp_path: Path, plant
     assert json.loads((tmp_path / "own").read_text())["workers"]["a"]["strange"] == "[0. 0.]"
     with pytest.raises(FileNotFoundError):
         JsonLines(tmp_path / "no folder" / "figures").write(STATES[0])
+
+
+def test_a_full_disk_costs_lines_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, before = tmp_path / "figures", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with JsonLines(path) as metrics:
+        metrics.write(STATES[0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
+        try:
+            for _ in range(3):
+                metrics.write(STATES[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        metrics.write(STATES[1])
+        metrics.write(STATES[0])
+    lines = path.read_text().split("\n")
+    assert [json.loads(lines[i])["version"] for i in (0, -3, -2)] == [1, 2, 1]
+    assert lines[-1] == ""
+    assert all(len(line) <= 9 for line in lines[1:-3])
+    assert [r.getMessage() for r in caplog.records] == [
+        f"figures cannot be written to {path}, so lines are missing: File too large"
+    ]
+
+
+def test_a_figure_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    figures = {"loss": float("nan"), "up": float("inf"), "all": [1, -np.inf, (np.float64("nan"), 2.5)], "n": 3}
+    JsonLines(tmp_path / "figures").write(RunState(1, 1.0, {"a": figures}))
+    line = json.loads((tmp_path / "figures").read_text(), parse_constant=pytest.fail)
+    assert line["workers"]["a"] == {"loss": None, "up": None, "all": [1, None, [None, 2.5]], "n": 3}
 
 
 def recipe(name: str) -> Any:

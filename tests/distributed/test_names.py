@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgpack
@@ -10,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock import NameTableError
-from penstock.distributed import ControlPanel
+from penstock import ConfigError, NameTableError
+from penstock.distributed import ControlPanel, Worker
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.names import LEASE_SECONDS, NameTable, unpack_table
+from penstock.distributed.names import LEASE_SECONDS, NameClient, NameTable, unpack_table
 
 from ..scale import scaled
 
@@ -113,10 +114,32 @@ NamesMachine.TestCase.settings = settings(max_examples=scaled(2200, 40), statefu
 TestNames = NamesMachine.TestCase
 
 
-@pytest.mark.parametrize("key", ["", "/", "a//b", "/a", "a/", 3, None, "x" * 501])
+NO_KEYS = ["", "/", "a//b", "/a", "a/", 3, None, (1, 2), b"ab", "a\ud800", "a\0b", "a\nb", "x" * 501, "x" * 100_000]
+
+
+@pytest.mark.parametrize("key", NO_KEYS)
 def test_a_key_is_a_path(key: Any) -> None:
     with pytest.raises(NameTableError, match="a name is a path"):
         NameTable(lambda: 0.0).add(key, b"", "x")
+
+
+def test_what_can_be_no_key_is_refused_before_it_stops_the_other_names_of_its_node() -> None:
+    with ControlPanel("test") as panel, contextlib.closing(panel.connection.wire()) as node:
+        names = NameClient(node, panel.connection.address)
+        for key in NO_KEYS:
+            for add in (names.add, names.write):
+                with pytest.raises(NameTableError, match=r"a name is a path .* got .{1,250}$"):
+                    add(key, 1)  # type: ignore[arg-type]
+        names.write("well", 2)
+        assert names.flush(30)
+        assert panel.names.get("well") == 2
+
+
+def test_a_worker_has_a_name_that_every_group_request_can_match() -> None:
+    with ControlPanel("test") as panel:
+        for name in ("a\nb", "a\ud800", "a\0", "", "a//b", "x" * 500):
+            with pytest.raises(ConfigError, match="name must be a name such as 'worker'"):
+                panel.launch(Worker, name=name)
 
 
 def test_many_names_come_at_once() -> None:
