@@ -408,14 +408,14 @@ def the_engine_does_what_the_original_does(pair: _Pair, n_steps: int) -> None:
     batched.action_space.seed(int(rng.integers(2**31)))
     seeds = [pair.seed + i for i in range(n)]
     try:
-        observation, _ = batched.reset(seed=seeds if pair.begin is None else pair.seed)
+        observation, _ = batched.reset(seed=seeds)
     except Exception as error:
-        if pair.begin is not None:
-            raise
-        raise ConfigError(
-            f"the batched environment takes no list of seeds ({in_one_line(error)}), so it has other first states than "
-            "the original: give begin"
-        ) from error
+        if pair.begin is None:
+            raise ConfigError(
+                f"the batched environment takes no list of seeds ({in_one_line(error)}), so it has other first states "
+                "than the original: give begin"
+            ) from error
+        observation, _ = batched.reset(seed=pair.seed)
     for i, seed in enumerate(seeds):
         pair.start(i, 0, _row(observation, i), seed)
     is_over = np.zeros(n, np.bool_)
