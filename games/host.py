@@ -245,7 +245,7 @@ class _Host:
             arguments["return_info"] = True
         result = self.env.reset(**arguments)
         is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-        has_info = self.needs_info if self.is_old_gym else is_pair
+        has_info = is_pair and (self.takes_seed or self.needs_info or not self.is_old_gym)
         return result if self.is_gymnasium or has_info else (result, {})
 
     def step(self, action: Any) -> Any:
