@@ -534,9 +534,9 @@ class GameProcess:
                 failed.append(f"raised {type(error).__name__}: {error}")
 
         thread = threading.Thread(target=ask, name="penstock-quit", daemon=True)
+        if sys.is_finalizing():  # the start of a thread would wait for ever
+            return self.kill()
         try:
-            if sys.is_finalizing():
-                raise RuntimeError("the start of a thread would wait for ever")
             thread.start()
         except RuntimeError:  # Python 3.12 and later start no thread while the interpreter exits
             return self.kill()

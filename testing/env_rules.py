@@ -35,6 +35,8 @@ _N_RUNS = 3  # episodes that are played in several places
 
 #: A step as it is compared: observation, reward, terminated, truncated.
 Step = tuple[Any, float, bool, bool]
+#: The steps of some episodes, each with its actions.
+Runs = list[tuple[list[Step], list[Any]]]
 #: `policy(observation, info, rng)` returns an action.
 Policy = Callable[[Any, Mapping[str, Any], np.random.Generator], Any]
 
@@ -86,17 +88,19 @@ def check_env(
     n_episodes, max_steps = integer("n_episodes", n_episodes, 4), integer("max_steps", max_steps, 1)
     factory = replace(env_factories(env_fn, env_kwargs, 1)[0], as_seats=_refuse_agents)
     setup = _Setup(factory, policy, n_episodes, max_steps, integer("seed", seed, 0), start_method)
-    env, name = setup.build(), ""
+    env = setup.build()
+    name = type(env.unwrapped).__name__
     try:
-        name = type(env.unwrapped).__name__
         apply(values_fit_their_spaces, name, setup, env)
     finally:
         env.close()
-    rules = one_seed_gives_one_episode, what_follows_repeats_too
-    for rule in (*rules, earlier_episodes_leave_no_trace, environments_share_nothing):
-        apply(rule, name, setup)
+    runs = setup.reference()
+    apply(one_seed_gives_one_episode, name, setup, runs)
+    apply(what_follows_repeats_too, name, setup)
+    apply(earlier_episodes_leave_no_trace, name, setup, runs)
+    apply(environments_share_nothing, name, setup, runs)
     with ShmVectorEnv([setup.build] * 2, n_workers=1, context=start_method) as envs:
-        apply(a_worker_gives_the_same_episode, name, setup, envs)
+        apply(a_worker_gives_the_same_episode, name, setup, runs, envs)
         figures: list[Any] = []
         apply(episodes_leave_nothing_behind, name, setup, envs, figures)
     return EnvFigures(n_episodes, *figures)
@@ -141,7 +145,7 @@ class _Setup:
         """The next action: the policy's, or a random one."""
         return env.action_space.sample() if self.policy is None else self.policy(observation, info, rng)
 
-    def reference(self) -> list[tuple[list[Step], list[Any]]]:
+    def reference(self) -> Runs:
         """The first episodes, each in an environment of its own."""
         runs = []
         for episode in range(_N_RUNS):
@@ -216,9 +220,9 @@ def _require_fit(env: gym.Env[Any, Any], where: str, observation: Any, reward: f
         raise Violation(f"{where}: the info cannot be pickled: {in_one_line(error)}", do) from None
 
 
-def one_seed_gives_one_episode(setup: _Setup) -> None:
+def one_seed_gives_one_episode(setup: _Setup, runs: Runs) -> None:
     """A new environment gives the same episode for the same seed and actions."""
-    for episode, (wanted, actions) in enumerate(setup.reference()):
+    for episode, (wanted, actions) in enumerate(runs):
         env = setup.build()
         got = replayed(env, setup.seed + episode, actions, wanted)
         _compare(wanted, got, episode, "in another new environment", _SEEDS)
@@ -236,9 +240,9 @@ def what_follows_repeats_too(setup: _Setup) -> None:
         _compare(wanted, got, k, "in another new environment, both without a seed of its own", _KEPT)
 
 
-def earlier_episodes_leave_no_trace(setup: _Setup) -> None:
-    """An episode does not depend on those that were played before it in the same environment."""
-    runs, env = setup.reference(), setup.build()
+def earlier_episodes_leave_no_trace(setup: _Setup, runs: Runs) -> None:
+    """An episode does not depend on episodes that were played before it in the same environment."""
+    env = setup.build()
     for episode in (*range(_N_RUNS), *reversed(range(_N_RUNS))):
         wanted, actions = runs[episode]
         got = replayed(env, setup.seed + episode, actions, wanted)
@@ -246,9 +250,9 @@ def earlier_episodes_leave_no_trace(setup: _Setup) -> None:
     env.close()
 
 
-def environments_share_nothing(setup: _Setup) -> None:
+def environments_share_nothing(setup: _Setup, runs: Runs) -> None:
     """An episode does not depend on other environments of the same process."""
-    wanted, actions = setup.reference()[0]
+    wanted, actions = runs[0]
     env, other, rng = setup.build(), setup.build(), np.random.default_rng(setup.seed)
 
     def between(t: int) -> None:
@@ -261,9 +265,9 @@ def environments_share_nothing(setup: _Setup) -> None:
     other.close()
 
 
-def a_worker_gives_the_same_episode(setup: _Setup, envs: ShmVectorEnv) -> None:
+def a_worker_gives_the_same_episode(setup: _Setup, runs: Runs, envs: ShmVectorEnv) -> None:
     """An episode is the same in a worker process, in each of its environments."""
-    for episode, (wanted, actions) in enumerate(setup.reference()):
+    for episode, (wanted, actions) in enumerate(runs):
         play = partial(replayed, seed=setup.seed + episode, actions=actions, wanted=wanted)
         for i, got in enumerate(envs.apply(play)):
             _compare(wanted, got, episode, f"in a worker, as its environment {i}", _PROCESS)
@@ -298,7 +302,7 @@ def _compare(wanted: Sequence[Step], got: Sequence[Step], episode: int, where: s
 
 def _described(value: Any) -> str:
     parts = []
-    for path, leaf, _ in tree_leaves(value, "observation", value):
+    for path, leaf in tree_leaves(value, "observation"):
         array = np.asarray(leaf)
         bounds = f" from {array.min()} to {array.max()}" if array.size and array.dtype.kind in "biuf" else ""
         parts.append(f"{path} {array.dtype}{list(array.shape)}{bounds}")

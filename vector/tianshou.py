@@ -69,15 +69,15 @@ class TianshouVectorEnv:
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
         """This attribute of these environments."""
-        return self._call(EnvCall("get_attr", key, only=self._only(id)), id)
+        return self._call(id, "get_attr", key)
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Set this attribute of these environments."""
-        self._call(EnvCall("set_attr", key, values=[value] * self.env_num, only=self._only(id)), id)
+        self._call(id, "set_attr", key, values=[value] * self.env_num)
 
     def render(self, **kwargs: Any) -> list[Any]:
         """What `render` of each environment returns."""
-        return self._call(EnvCall("call", "render", kwargs=kwargs), None)
+        return self._call(None, "call", "render", kwargs=kwargs)
 
     @property
     def is_closed(self) -> bool:
@@ -88,13 +88,11 @@ class TianshouVectorEnv:
         """End the workers."""
         self.envs.close()
 
-    def _only(self, which: Ids) -> frozenset[int]:
-        return frozenset(self._ids(which).tolist())
-
-    def _call(self, call: EnvCall, which: Ids) -> list[Any]:
-        ids = self._ids(which)
-        results = dict(zip(np.unique(ids).tolist(), self.envs._call(call), strict=True))
-        return [results[i] for i in ids.tolist()]
+    def _call(self, which: Ids, verb: str, name: str, **parts: Any) -> list[Any]:
+        ids = self._ids(which).tolist()
+        call = EnvCall(verb, name, only=frozenset(ids), **parts)
+        results = dict(zip(sorted(set(ids)), self.envs._call(call), strict=True))
+        return [results[i] for i in ids]
 
     def _ids(self, which: Ids) -> Any:
         every = np.arange(self.env_num)

@@ -137,9 +137,8 @@ class MarkedProcess:
         self._process = subprocess.Popen(command, **how)
         leave_in_forks(self)
         self.pid, self._found, self._search_at = self._process.pid, list[int](), 0.0
-        self._rest: list[psutil.Process] | None = (
-            None  # of its group, when it has ended: some may have no mark any more
-        )
+        # What is left of its group when it has ended: some of them may have no mark any more.
+        self._rest: list[psutil.Process] | None = None
 
     def leave_to_parent(self, pid: int) -> None:
         """In a fork: `subprocess` must not warn there that the program runs."""
@@ -220,7 +219,7 @@ class MarkedProcess:
 def _group(number: int) -> list[psutil.Process]:
     """The processes of this group."""
     found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    for pid in psutil.pids():
         with suppress(OSError, psutil.Error):  # it has just ended
             if os.getpgid(pid) == number:
                 found.append(psutil.Process(pid))
