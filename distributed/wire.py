@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import select
 import threading
@@ -35,6 +34,7 @@ from penstock.distributed.messages import BadMessageError, decode, describe, enc
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.workers import sigint
 from penstock.workers.forks import leave_in_forks
+from penstock.workers.gates import WakeUp, clear, notify
 
 if TYPE_CHECKING:
     from penstock.distributed.keys import Connection
@@ -309,7 +309,7 @@ class Node:
         self._next_look = 0.0  # when it is time to forget some of them
         self._todo: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._sleeps = False  # whether the thread must be woken: it waits, or will not look at `_todo` before it waits
-        self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
+        self._wake, self._poll, self._context = WakeUp(), select.poll(), zmq.Context()
         self._router, self._caller = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
         try:
             self._open_sockets(f"tcp://{host}:{port or '*'}")
@@ -340,8 +340,8 @@ class Node:
         router.ipv6 = "[" in endpoint
         router.bind(endpoint)
         self._sources = {source.fileno(): source for source in (self._zap, router, caller, self._monitor)}
-        for fd in (self._wake, *self._sources):
-            self._poll.register(fd, select.EPOLLIN)
+        for fd in (self._wake.reader.fd, *self._sources):
+            self._poll.register(fd, select.POLLIN)
         for source in self._sources.values():  # they signal once somebody has found them empty
             self.do(self._receive, source)
 
@@ -379,7 +379,7 @@ class Node:
                 inbox.close()
             if not self.is_closed:
                 self.is_closed = True
-                os.eventfd_write(self._wake, 1)
+                notify(self._wake.writer.fd)
         if threading.current_thread() is not self._thread:
             self._thread.join()
         for peer in list(self._peers.values()):
@@ -405,7 +405,7 @@ class Node:
             with self.lock:
                 if self._sleeps and not self.is_closed:
                     self._sleeps = False
-                    os.eventfd_write(self._wake, 1)
+                    notify(self._wake.writer.fd)
 
     def forget(self, peer: Peer, line: Line) -> None:
         """`peer` is lost."""
@@ -425,9 +425,9 @@ class Node:
             ready = [each for each in (self._router, self._caller) if int(each.get(_EVENTS)) & _POLLIN]
             self._sleeps = True
             is_busy = bool(ready) or not self._todo.empty()
-            for fd, _ in self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now)):
-                if fd == self._wake:
-                    os.eventfd_read(fd)
+            for fd, _ in self._poll.poll(0.0 if is_busy else 1000 * max(0.0, looked + TICK_SECONDS - now)):
+                if fd == self._wake.reader.fd:
+                    clear(fd)
                 elif (source := self._sources[fd]) not in ready:
                     ready.append(source)
             self._sleeps = False
@@ -466,9 +466,8 @@ class Node:
     def _release(self) -> None:
         self._caller.disable_monitor()
         self._context.destroy(linger=_LINGER)
-        self._poll.close()
         with self.lock:  # `close` may be about to write to it
-            os.close(self._wake)
+            self._wake.close()
 
     def connect(self, line: Line) -> None:
         """Begin to connect."""

@@ -408,7 +408,9 @@ class _Service:
         self._control, self._main, self._is_fork = control, main, is_fork
         self._control_sockets: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # by descriptor of the control socket
-        self._wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake, wake_writer = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wake_writer, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         self._own_fds = [control.fileno(), self._wake, wake_writer]  # workers must not have these
@@ -462,16 +464,16 @@ class _Service:
     def _reap(self) -> None:
         """Kill what is left of the groups of workers that have ended, and send their exit codes."""
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                control_socket = self._control_sockets.pop(found.si_pid, None)
-                if control_socket is not None:
-                    _signal_group(found.si_pid, signal.SIGKILL)  # before its id is free again
-                code = os.waitstatus_to_exitcode(os.waitpid(found.si_pid, 0)[1])
-                if control_socket is not None:  # else it was an orphan
-                    if self._pids.pop(control_socket.fileno(), None) is not None:
-                        self._poll.unregister(control_socket.fileno())
-                    _answer(control_socket, "ended", code)
-                    control_socket.close()
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                control_socket = self._control_sockets.pop(found[0], None)
+                if control_socket is None:  # it was an orphan
+                    continue
+                # No other process gets the id of a group that has members.
+                _signal_group(found[0], signal.SIGKILL)
+                if self._pids.pop(control_socket.fileno(), None) is not None:
+                    self._poll.unregister(control_socket.fileno())
+                _answer(control_socket, "ended", os.waitstatus_to_exitcode(found[1]))
+                control_socket.close()
 
     def _start(self, message: bytes, fds: list[int]) -> None:
         how, n_fds = message.split()
