@@ -40,7 +40,7 @@ check: $(TESTABLE)
 	$(BIN)/mypy
 	$(BIN)/mypy tests/type_checks/surface.py tests/programs
 	@if [ -x $(BIN)/pyright ]; then $(BIN)/pyright --pythonpath $(BIN)/python tests/type_checks/surface.py; fi
-	.ci/darwin $(BIN)/mypy
+	$(BIN)/mypy --platform darwin
 	$(BIN)/lint-imports
 
 # The site in site/: open site/index.html. A warning, for example about a link without a target, is an error.

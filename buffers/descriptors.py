@@ -6,10 +6,11 @@ import errno
 import os
 import pickle
 import socket
-import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any
+
+from penstock import system
 
 _MOST_FDS = 100  # in one message; the system allows 253
 
@@ -96,7 +97,7 @@ def receive(connection: socket.socket, n: int) -> list[int]:
     """Receive the `n` descriptors of one `send`."""
     fds: list[int] = []
     while len(fds) < n:
-        message, received, _, _ = socket.recv_fds(connection, 1, _MOST_FDS, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        message, received = system.receive_fds(connection, 1, _MOST_FDS)
         if not message or len(received) < min(n - len(fds), _MOST_FDS):
             raise OSError(
                 errno.EMFILE,
@@ -108,9 +109,4 @@ def receive(connection: socket.socket, n: int) -> list[int]:
 
 def anonymous_file(name: str) -> InheritedFd:
     """An empty file without a path, in memory where the system allows it. `name` is for tools such as lsof."""
-    try:
-        return InheritedFd(os.memfd_create(name, os.MFD_CLOEXEC))
-    except (AttributeError, OSError):
-        pass
-    with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
-        return InheritedFd(os.dup(file.fileno()))
+    return InheritedFd(system.anonymous_file(name))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock import system
 from penstock.errors import ConfigError
 
 #: What is smaller is not checked: to read the limits takes longer than to allocate it, up to some milliseconds.
 SMALL_BYTES = 2**20
 
-_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path(system.OWN_CGROUPS)
 
 
 def free_memory() -> int:

@@ -6,11 +6,9 @@ On Linux the memory is a memfd: a file without a name. So nothing is left behind
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import mmap
-import os
 import sys
 import weakref
 from dataclasses import dataclass
@@ -19,28 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.descriptors import InheritedFd, anonymous_file
+from penstock import system
+from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.memory_limits import BATCH_REMEDY, check_memory
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 
-_MAP_FIXED = 0x10  # of Linux and macOS; Python's module lacks it
 _ALIGNMENT = 128  # bytes. Processors load two cache lines of 64 bytes together: no two arrays share such a pair
 
 
 #: What this process shares with others. Each has a method `make_private`.
 shared_mappings: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def make_private(buffer: mmap.mmap, nbytes: int, fd: int) -> None:
-    """Put a private mapping of the file `fd` in the place of the shared one. It copies no page before it is written."""
-    map_memory = ctypes.CDLL(None, use_errno=True).mmap
-    map_memory.restype = ctypes.c_void_p
-    address = np.frombuffer(buffer, np.uint8).ctypes.data
-    flags = mmap.MAP_PRIVATE | _MAP_FIXED
-    where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
-    if map_memory(where, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, ctypes.c_long(0)) != address:
-        raise OSError(ctypes.get_errno(), "shared memory cannot be made private")
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,7 @@ class NamedMemory:
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
             return
         try:
-            self._allocate(anonymous_file("penstock"))
+            self._allocate(InheritedFd(system.anonymous_memory("penstock")))
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
             # Descriptors are missing, or a signal handler of the user's has raised a TimeoutError.
             if error.errno in (errno.EMFILE, errno.ENFILE, None):
@@ -102,11 +89,7 @@ class NamedMemory:
         """Give an empty file its size, and map it. This object owns the descriptor from now on."""
         self._descriptor = descriptor
         try:
-            # Take the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor.fd, 0, max(1, self.nbytes))
-            else:  # macOS
-                os.ftruncate(descriptor.fd, max(1, self.nbytes))
+            system.reserve(descriptor.fd, max(1, self.nbytes))
             self._map(descriptor.fd)
         except OSError:
             descriptor.close()
@@ -147,7 +130,7 @@ class NamedMemory:
     def make_private(self) -> None:
         """In a fork of a worker: what it writes from now on, no other process sees. Views stay valid."""
         assert self._descriptor is not None
-        make_private(self._buffer, max(1, self.nbytes), self._descriptor.fd)
+        system.make_private(self._buffer, max(1, self.nbytes), self._descriptor.fd)
 
     def _not_shared(self) -> TypeError:
         return TypeError("these arrays are private to this process: allocate them with shared=True")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import mmap
 import os
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as kinds
 
+from penstock import system
 from penstock.arguments import must_be, seconds
 from penstock.buffers import pickling
+from penstock.buffers.descriptors import InheritedFd
 from penstock.envs.examples import checked_spaces
 from penstock.envs.seeding import Purpose, fresh_seed
 from penstock.errors import ConfigError, EnvCallError, GameError, SamplerStateError, SpaceError, brief
@@ -264,19 +265,16 @@ class EnvProcess(gym.Env[Any, Any]):
 
     def _share(self, size: int) -> None:
         """Let both sides map a memory. It has no name, so nothing of it stays, and nobody can make it smaller."""
-        self._wanted, fd = 0, os.memfd_create("penstock-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapped, first = mmap.mmap(fd, size), secrets.token_bytes(16)
-            mapped[: len(first)] = first
-            self._can_share = self._ask_alone("map", f"/proc/{os.getpid()}/fd/{fd}", size, first) is True
+        self._wanted, self._can_share = 0, False
+        with suppress(OSError):  # there is no memory left
+            if (made := system.sealed_memory("penstock-env", size)) is None:
+                return
+            with closing(InheritedFd(made[0])) as file:
+                mapped, first = mmap.mmap(file.fd, size), secrets.token_bytes(16)
+                mapped[: len(first)] = first
+                self._can_share = self._ask_alone("map", made[1], size, first) is True
             if self._can_share:
                 self._memory = np.frombuffer(mapped, np.uint8)
-        except OSError:  # there is no memory left
-            self._can_share = False
-        finally:
-            os.close(fd)
 
     def _lost(self, error: GameError, name: str = "") -> GameError:
         """The process is ended. Returns the error for this. If the process hangs, it first prints its stack."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -11,14 +10,12 @@ import tempfile
 import threading
 from typing import Any
 
+from penstock import system
 from penstock.errors import GameError
 from penstock.workers.forks import HARMLESS_THREAD
 
 _KEPT = 1 << 20  # bytes of a log without a name
 _SECONDS = 0.25  # between two looks
-_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-
-_punch = ctypes.CDLL(None, use_errno=True).fallocate
 
 _lock = threading.RLock()  # of what follows: a file that is cut must not be closed meanwhile
 _cut: list[GameLog] = []  # the open logs without a name
@@ -57,8 +54,8 @@ class GameLog:
         status = os.fstat(fd)
         if status.st_blocks * 512 <= 2 * _KEPT or status.st_size <= _KEPT:
             return
-        if _punch(fd, _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(status.st_size - _KEPT)):
-            kept = self.end(1 << 16).encode()  # this file system has no holes: what comes meanwhile may be lost
+        if not system.punch(fd, status.st_size - _KEPT):
+            kept = self.end(1 << 16).encode()  # there are no holes here: what comes meanwhile may be lost
             os.truncate(fd, 0)
             os.write(fd, kept)
 

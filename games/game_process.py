@@ -22,13 +22,14 @@ from weakref import WeakSet
 
 import psutil
 
+from penstock import system
 from penstock.arguments import integer, seconds, true_or_false
 from penstock.buffers.descriptors import anonymous_file
 from penstock.envs.factory import announce_end, while_rebuilding
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_log import GameLog
 from penstock.games.game_socket import GameSocket
-from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases, users_of
+from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases
 from penstock.workers import sigint
 from penstock.workers.marking import MARK_PREFIX, MarkedProcess
 
@@ -360,10 +361,11 @@ class GameProcess:
         return False not in [self._has_port(port) for port in self.ports if not self._run.listeners]  # it looks at each
 
     def _has_port(self, port: int) -> bool:
-        found = users_of(port, self._protocol)
-        if found and not {each.pid for each in found} & set(self._require_started().members()):
-            raise PortTaken(f"port {port}, {describe_process(found[0].pid)}")
-        return any(each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE) for each in found)  # UDP has no states
+        members = self._require_started().members
+        found = system.users_of(port, self._protocol, members)
+        if found and not {pid for pid, _ in found} & set(members()):
+            raise PortTaken(f"port {port}, {describe_process(found[0][0])}")
+        return any(state in (psutil.CONN_LISTEN, psutil.CONN_NONE) for _, state in found)  # UDP has no states
 
     def connect(self, port: int = 0) -> GameSocket:
         """Wait until the game is ready, and connect to its port number `port`; with "connects", accept its connection.
@@ -429,11 +431,7 @@ class GameProcess:
     def rss(self) -> int:
         """How many bytes of memory its processes use: the game and its children, and what belongs to it besides, which
         is looked for every few seconds."""
-        total = 0
-        for pid in self._require_started().known():
-            with suppress(OSError), open(f"/proc/{pid}/statm") as file:  # it has ended
-                total += int(file.read().split()[1])
-        return total * os.sysconf("SC_PAGE_SIZE")
+        return sum(map(system.rss, self._require_started().known()))
 
     def output(self, n_bytes: int) -> str:
         """The last `n_bytes` of its output."""

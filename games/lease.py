@@ -7,7 +7,6 @@ import contextlib
 import errno
 import functools
 import os
-import re
 import secrets
 import socket
 import time
@@ -15,11 +14,11 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import psutil
 
+from penstock import system
 from penstock.arguments import integer, seconds, true_or_false
 from penstock.errors import ConfigError, PortLeaseError
 from penstock.workers.claims import Claim, claim
@@ -30,7 +29,6 @@ _SOCKET_TYPES = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
 _MAX_STOP = 65_536
 _LOWEST_DEFAULT = 10_000  # many ports below it belong to well-known programs
 _FEWEST_DEFAULT = 1_000
-_EPHEMERAL = (49_152, 65_535)  # IANA's range for outgoing connections (RFC 6335), for systems without /proc
 
 _RETRY_SECONDS = 0.01  # a search claims each port while it tests it, so a port may be free again very soon
 _MAX_REPORT_LINES = 20
@@ -105,7 +103,7 @@ def default_ports() -> range:
 
     The kernel may take a port for an outgoing connection at any moment. Raises `ConfigError` if too few ports are left.
     """
-    low, high = ephemeral_ports()
+    low, high = system.ephemeral_ports()
     longest = max(range(_LOWEST_DEFAULT, low), range(max(high + 1, _LOWEST_DEFAULT), _MAX_STOP), key=len)
     if len(longest) < _FEWEST_DEFAULT:
         raise ConfigError(
@@ -113,15 +111,6 @@ def default_ports() -> range:
             "pass start= and stop=, or make the range net.ipv4.ip_local_port_range smaller"
         )
     return longest
-
-
-def ephemeral_ports() -> tuple[int, int]:
-    """The first and the last port that the kernel gives to outgoing connections."""
-    try:
-        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except OSError:
-        return _EPHEMERAL
-    return int(low), int(high)
 
 
 @dataclass(frozen=True)
@@ -232,17 +221,6 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     if len(lines) > _MAX_REPORT_LINES:
         lines[_MAX_REPORT_LINES:] = [f"  and {len(lines) - _MAX_REPORT_LINES} more processes"]
     return "\n".join(lines)
-
-
-def users_of(port: int, protocol: PortProtocol) -> list[Any]:
-    """The sockets at this port, as psutil tells them. The tables of the kernel say much faster whether there is one."""
-    tables = ""
-    for name in (protocol, f"{protocol}6"):
-        with contextlib.suppress(OSError):
-            tables += Path(f"/proc/net/{name}").read_text()
-    if not re.search(rf"^ *\d+: \w+:{port:04X} ", tables, re.MULTILINE):
-        return []
-    return [each for each in psutil.net_connections(protocol) if each.laddr and each.laddr[1] == port]
 
 
 def describe_process(pid: int | None) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from penstock import system
 from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
@@ -153,12 +152,5 @@ def _left(before: dict[tuple[str, int], str]) -> list[str]:
 def _holdings() -> dict[tuple[str, int], str]:
     """Threads and open descriptors of this process, by kind and number."""
     held = {("thread", thread.ident or 0): thread.name for thread in threading.enumerate()}
-    folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
-            what = os.readlink(entry)
-        except OSError:
-            continue  # the descriptor of the listing itself
-        if not what.startswith("/memfd:penstock"):  # the samples: the user may hold them for longer
-            held["descriptor", int(entry.name)] = what
-    return held
+    # Not the samples: the user may hold them for longer.
+    return held | {("descriptor", fd): what for fd, what in system.open_descriptors().items()}

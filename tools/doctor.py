@@ -8,9 +8,10 @@ import platform
 import resource
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 
+from penstock import system
 from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
@@ -44,20 +45,9 @@ def describe_machine() -> dict[str, str]:
         "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
         "free memory": f"{free_memory() / 2**20:,.0f} MiB",
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
-        "shared memory": _which(lambda: os.memfd_create("penstock"), "anonymous (memfd)", "a temporary file"),
-        "wake-ups": _which(lambda: os.eventfd(0), "eventfd", "pipe"),
+        **system.means(),
         "compiled parts": f"not in use ({_why_not_compiled()})" if _why_not_compiled() else "in use",
-        "death of a process": _which(lambda: os.pidfd_open(os.getpid()), "pidfd", "sentinel"),
     }
-
-
-def _which(open_one: Callable[[], int], preferred: str, fallback: str) -> str:
-    """`preferred` if the system opens such a descriptor, and otherwise `fallback` with the reason."""
-    try:
-        os.close(open_one())
-    except (AttributeError, OSError) as error:
-        return f"{fallback} ({error})"
-    return preferred
 
 
 _FEW_DESCRIPTORS = 1024
@@ -148,7 +138,7 @@ def _pinning() -> Iterator[str]:
                 "with that many workers would not pin them. Give n_workers, or wait for the other runs."
             )
         else:
-            os.sched_setaffinity(0, os.sched_getaffinity(0))
+            system.set_cpu_mask(system.cpu_mask())
     except OSError as error:
         yield f"workers cannot be pinned to CPUs here: {error}. They run where the system places them, a bit slower."
     finally:
@@ -173,10 +163,8 @@ def _memory() -> Iterator[str]:
 
 
 def _shared_memory() -> Iterator[str]:
-    try:
-        os.close(os.memfd_create("penstock"))
-    except (AttributeError, OSError) as error:
-        yield f"memory is shared through a temporary file, since memfd_create does not work ({error}). It is slower."
+    if (what := system.means()["shared memory"]).startswith("a temporary file"):
+        yield f"memory is shared through {what}, since memfd_create does not work. It is slower."
 
 
 def _descriptors() -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from threadpoolctl import LibController, ThreadpoolController
 
+from penstock import system
 from penstock.buffers.memory_limits import enclosing_cgroups
 
 _THREAD_VARIABLES = (
@@ -24,7 +25,7 @@ _THREAD_VARIABLES = (
 
 def usable_cpus() -> tuple[int, ...]:
     """The CPUs that this process may run on; empty where the system does not say (macOS)."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    return tuple(sorted(system.cpu_mask()))
 
 
 def cpu_quota(*where: Path) -> float:
@@ -52,7 +53,7 @@ def cpus_to_fill(mask: Sequence[int]) -> int:
 
 def pin(cpus: Sequence[int]) -> None:
     """Run on `cpus` only, from now on."""
-    os.sched_setaffinity(0, cpus)
+    system.set_cpu_mask(cpus)
     actual = usable_cpus()
     if set(actual) != set(cpus):
         raise OSError(f"pinning to CPUs {sorted(cpus)} gave {list(actual)}")
@@ -64,20 +65,20 @@ def avoid_cpus(cpus: Collection[int]) -> Iterator[None]:
 
     Does nothing if no other CPU is left, or if torch uses several threads, which would then compete for one CPU.
     """
-    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    mask = system.cpu_mask()
     rest = mask - set(cpus)
     if not rest or rest == mask or threads_here() > 1:
         yield
         return
     try:
-        os.sched_setaffinity(0, rest)
+        system.set_cpu_mask(rest)
     except OSError:  # a sandbox
         yield
         return
     try:
         yield
     finally:
-        os.sched_setaffinity(0, mask)
+        system.set_cpu_mask(mask)
 
 
 def threads_here() -> int:

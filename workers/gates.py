@@ -30,6 +30,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from penstock import system
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.workers.control import ASLEEP, AWAKE, FOR_ANY, ControlBlock, Phase, Progress
@@ -39,16 +40,13 @@ _POLL_MS = 1000
 
 
 class WakeUp:
-    """Wakes a process that polls `reader`: an eventfd, or a pipe where eventfd is missing or refused."""
+    """Wakes a process that polls `reader`: an eventfd, or a pipe where the system has none."""
 
     def __init__(self) -> None:
-        try:
-            self.reader = self.writer = InheritedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        except (AttributeError, OSError):
-            read, write = os.pipe()
-            os.set_blocking(read, False)
-            os.set_blocking(write, False)
-            self.reader, self.writer = InheritedFd(read), InheritedFd(write)
+        reader, writer = system.wake_up()
+        self.reader = self.writer = InheritedFd(reader)
+        if writer != reader:
+            self.writer = InheritedFd(writer)
 
     def close(self) -> None:
         self.reader.close()

@@ -10,16 +10,14 @@ import select
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+from penstock import system
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
 from penstock.buffers.object_pipe import ObjectPipe
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.supervisor import SupervisedProcess
 
-# A real-time signal where the system has them: libraries and job schedulers use SIGUSR1 and SIGUSR2.
-_ASK = int(signal.SIGRTMAX) - 3 if hasattr(signal, "SIGRTMAX") else int(signal.SIGUSR1)
 _MAX_BYTES = 8 * 1024
 _ANSWER_SECONDS = 0.5  # until the first line: a process may have to wait for a CPU
 _QUIET_SECONDS = 0.15  # a stack that has not grown for so long is complete
@@ -41,12 +39,12 @@ class StackFile:
     def install(self) -> None:
         """Worker: write here from now on, on a fatal signal or when the main process calls `ask`."""
         faulthandler.enable(self.file.fd, all_threads=True)
-        faulthandler.register(_ASK, self.file.fd, all_threads=True, chain=False)
+        faulthandler.register(system.ASK_STACKS, self.file.fd, all_threads=True, chain=False)
 
     def ask(self, pid: int) -> str:
         """Main process: the stack of the live worker `pid`, which has called `install`; empty if it does not answer."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, _ASK)
+            os.kill(pid, system.ASK_STACKS)
             os.kill(pid, signal.SIGCONT)  # a stopped process cannot answer
         # A worker's stack is complete when it shows the worker's loop. In other processes, the only sign is that the
         # text stops growing. On a busy machine, a process may wait for a CPU in the middle of a line.
@@ -83,10 +81,6 @@ def _shortened(stack: str) -> str:
 
 
 _REAP_SECONDS = 0.5
-
-# Fields of /proc/PID/stat behind the name; see proc_pid_stat(5).
-_STATE, _FLAGS = 0, 6
-_PF_EXITING = 0x4
 
 
 @dataclass(eq=False)
@@ -130,15 +124,7 @@ class WorkerHandle:
     @property
     def is_dying(self) -> bool:
         """Whether the process has been killed but still exists, which may take a while on a busy machine."""
-        with contextlib.suppress(OSError, ValueError):
-            process = Path(f"/proc/{self.pid}")
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[_FLAGS]) & _PF_EXITING or fields[_STATE] in "ZX":
-                return True
-            for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", (process / "status").read_text(), re.MULTILINE):
-                if int(mask, 16) >> (signal.SIGKILL - 1) & 1:
-                    return True
-        return False  # the system does not say, or the process is gone
+        return system.is_dying(self.pid)
 
 
 def status_of(pid: int) -> str:

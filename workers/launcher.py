@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from penstock import system
 from penstock.buffers import pickling
 from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.buffers.object_pipe import Mailbox
@@ -235,7 +236,7 @@ def _refuse_unsafe_fork(start_method: str) -> None:
 
 
 # Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its control socket, its pidfd.
-_DESCRIPTORS_PER_WORKER = 7
+_DESCRIPTORS_PER_WORKER = 2 * system.WAKE_UP_FDS + 5
 _DESCRIPTORS_BESIDE = 32  # the shared blocks, the supervisor, and what one start takes
 _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of marking.py
 
@@ -246,7 +247,7 @@ def check_limits(n_workers: int) -> None:
     left: int | None = None
     if (limit := _descriptor_limit()) is not None:
         with contextlib.suppress(OSError):  # the system does not say
-            left = limit - len(os.listdir("/proc/self/fd"))  # fewer than 0, if the limit was lowered later
+            left = limit - len(os.listdir(system.DESCRIPTORS))  # fewer than 0, if the limit was lowered later
     if left is not None and descriptors > left:
         raise ConfigError(
             f"{n_workers} workers need about {descriptors} file descriptors and this process may open only "

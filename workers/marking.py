@@ -26,22 +26,20 @@ from typing import Any
 
 import psutil
 
+from penstock import system
 from penstock.workers.forks import leave_in_forks
 
-# The argument is the variable with its value. The part in braces runs in the background, so that it is no child of the
+# The argument is the variable's name. The part in braces runs in the background, so that it is no child of the
 # main process. Programs may start others while they are killed, hence the second look.
-_SCRIPT = """
+_SCRIPT = f"""
 exec 3<&0
-{
+{{
     read -r line <&3
     sleep 0.5
     for look in 1 2; do
-        for file in $(grep -lszxF -- "$1" /proc/[0-9]*/environ); do
-            pid=${file#/proc/}
-            kill -s KILL "${pid%/environ}"
-        done
+{system.KILL_MARKED}
     done
-} &
+}} &
 """
 _START_SECONDS = 5.0
 _KILL_SECONDS = 5.0  # until killed processes are gone
@@ -75,7 +73,7 @@ class _Marking:
             try:
                 with suppress(OSError, subprocess.TimeoutExpired):  # without a shell, nothing is killed
                     subprocess.run(
-                        ["/bin/sh", "-c", _SCRIPT, "marked", f"{self._name}=1"],
+                        ["/bin/sh", "-c", _SCRIPT, "marked", self._name],
                         stdin=reader,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
@@ -165,29 +163,22 @@ class MarkedProcess:
 
     def members(self) -> list[int]:
         """The ids of all processes that belong to it."""
-        found = {*_marked_with(self._mark), *(each.pid for each in self._rest or () if _runs(each))}
+        found = {*system.marked_with(self._mark), *(each.pid for each in self._rest or () if _runs(each))}
         return sorted(found if self.exit_text() else {*found, self.pid})  # it may have changed its variables
 
     def known(self) -> set[int]:
         """As `members`, but fast: it asks these processes for their children. Others, such as a child that has left its
         parent, count from the next search on, which comes after some seconds."""
-        found, began = set[int](), time.monotonic()
-        if began >= self._search_at:
+        if (began := time.monotonic()) >= self._search_at:
             self._found = self.members()
             now = time.monotonic()
             self._search_at = now + max(_SEARCH_SECONDS, 100 * (now - began))  # a machine may have 10,000 processes
-        left = [*self._found, *([] if self.exit_text() else [self.pid])]
-        while left:
-            if (pid := left.pop()) not in found:
-                found.add(pid)
-                with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
-                    left += map(int, file.read().split())
-        return found
+        return system.with_descendants([*self._found, *([] if self.exit_text() else [self.pid])])
 
     def kill(self) -> None:
         """Kill all of them at once. Any thread may call this."""
         self._signal_group(signal.SIGKILL)
-        for pid in _marked_with(self._mark) if os.getpid() == self.owner else ():
+        for pid in system.marked_with(self._mark) if os.getpid() == self.owner else ():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for each in (self._rest or ()) if os.getpid() == self.owner else ():
@@ -230,13 +221,3 @@ def _runs(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def _marked_with(mark: str) -> list[int]:
-    """The ids of all processes whose environment variable `mark` is 1. A zombie has no variables."""
-    entry, found = f"\0{mark}=1\0".encode(), []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # it has ended, or is another user's
-            if entry in b"\0" + file.read():
-                found.append(int(name))
-    return found

@@ -194,5 +194,4 @@ class SpinTime:
 
 def is_crowded(n_processes: int) -> bool:
     """Whether there are fewer CPUs than processes. Then each process that spins yields the CPU after each look."""
-    cpus = usable_cpus()
-    return not cpus or n_processes > len(cpus)
+    return n_processes > (len(usable_cpus()) or os.cpu_count() or 1)

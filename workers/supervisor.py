@@ -15,7 +15,6 @@ Only the supervisor can free the process id of a worker, so an id that it signal
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -39,6 +38,7 @@ from functools import partial
 from multiprocessing import resource_tracker, spawn
 from typing import Any, NoReturn
 
+from penstock import system
 from penstock.buffers import descriptors
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
 from penstock.workers.affinity import limit_threads
@@ -53,9 +53,6 @@ except ImportError:  # not compiled
 #: The exit code of a worker whose supervisor has ended. No process can have it.
 SUPERVISOR_ENDED = 256
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-_PIDFD_SIGNAL_PROCESS_GROUP = 4  # since Linux 6.9
-_MESSAGE_BYTES = 256
 _CHECK_SECONDS = 0.25
 _END_SECONDS = 1.0
 _LONGEST = 1e6  # seconds; the system has a limit too
@@ -68,23 +65,17 @@ _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # BLAS makes its threads when it is imported, and forks have none of them.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 # A new interpreter ends with its parent from its first moment, and imports nothing from the current folder.
-_BOOT = f"""import ctypes, json, os, sys
+_BOOT = f"""import json, os, sys
 path, parent, name, arguments = json.loads(sys.argv[1])
-ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+{system.END_WITH_PARENT}
 if os.getppid() != parent: os._exit(1)
 sys.path[:] = path
 from penstock.workers import supervisor
 getattr(supervisor, name)(*arguments)"""
 
 
-_libc = ctypes.CDLL(None)
-
 #: Supervisors that were dropped without `close`: when they have ended, somebody must collect their exit codes.
 _dropped: list[int] = []
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    _libc.prctl(option, value)
 
 
 def _boot_command(name: str, arguments: Sequence[Any], parent: int) -> list[str]:
@@ -110,7 +101,7 @@ class Supervisor:
         self._owner, self.has_started, self.pid = os.getpid(), False, 0
         self.preload, self.is_fork = frozenset(preload), is_fork
         _dropped[:] = [pid for pid in _dropped if not _has_exited(pid)]
-        self.control, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, given = system.connection()
         self.control.setblocking(False)
         with given:  # it may be number 1 if standard output is closed: what is printed must not go there
             theirs = InheritedFd(fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, 3))
@@ -144,7 +135,7 @@ class Supervisor:
         """Let it import further modules, before it starts the next worker."""
         for name in names:
             with contextlib.suppress(OSError):  # it has ended, or does not answer: the next start says so
-                self.control.send(f"import {name}".encode())
+                system.send(self.control, f"import {name}".encode())
         self.preload |= frozenset(names)
 
     @property
@@ -164,12 +155,7 @@ class Supervisor:
 
     def raise_limit(self) -> None:
         """Let it open as many files as this process may by now: it has the limit that was there when it started."""
-        if hasattr(resource, "prlimit"):
-            with contextlib.suppress(OSError, ValueError):  # it has ended, or must not
-                wanted, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-                soft, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
-                if soft != resource.RLIM_INFINITY and (wanted > soft or wanted == resource.RLIM_INFINITY):
-                    resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (wanted, hard))
+        system.raise_file_limit(self.pid)
 
     def close(self) -> None:
         """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
@@ -234,7 +220,7 @@ class SupervisedProcess:
         # A fork has the main process's resource tracker, if this has one.
         with _standard_fds_taken():
             trackers: Any = [] if supervisor.is_fork else [resource_tracker.getfd()]
-        self._control_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control_socket, theirs = system.connection()
         receiver, sender = socket.socketpair()
         with theirs, receiver, sender, contextlib.closing(anonymous_file("penstock-start")) as payload:
             with open(payload.fd, "wb", closefd=False) as file:
@@ -244,7 +230,7 @@ class SupervisedProcess:
             descriptors.send(sender, sent)
             request = f"{'spawn' if self._spawns else 'fork'} {len(sent)}".encode()
             try:
-                socket.send_fds(supervisor.control, [request], [theirs.fileno(), receiver.fileno()])
+                system.send(supervisor.control, request, [theirs.fileno(), receiver.fileno()])
             except (BrokenPipeError, ConnectionError) as error:
                 raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended") from error
 
@@ -253,7 +239,7 @@ class SupervisedProcess:
         assert self._control_socket is not None
         if not _is_readable(self._control_socket, seconds):
             return None
-        message, fds = _receive(self._control_socket)
+        message, fds = system.receive(self._control_socket, 2)
         kind, value = message.split() if message else (b"ended", SUPERVISOR_ENDED)
         return kind.decode(), int(value), fds
 
@@ -270,12 +256,12 @@ class SupervisedProcess:
         try:
             if self._pidfd is None:
                 raise OSError(errno.ENOSYS, "no pidfd")
-            signal.pidfd_send_signal(self._pidfd.fd, number, None, _PIDFD_SIGNAL_PROCESS_GROUP)
+            system.signal_group(self._pidfd.fd, number)
         except ProcessLookupError:
             pass  # the whole group is gone
         except OSError:  # an older kernel
             with contextlib.suppress(OSError):  # if the supervisor is gone, the kernel has ended the worker
-                self._control_socket.send(bytes([number]), socket.MSG_DONTWAIT)
+                system.send(self._control_socket, bytes([number]), flags=socket.MSG_DONTWAIT)
 
     def kill(self) -> None:
         """Kill the process and its group."""
@@ -350,22 +336,13 @@ def _surroundings(name: str) -> dict[str, Any]:
         "path": sys.path,
         "argv": sys.argv,
         "environ": worker_environ(),
-        "umask": _umask(),
+        "umask": system.umask(),
         "log_levels": _log_levels(),
         "file_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "cpus": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+        "cpus": system.cpu_mask(),
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "authkey": bytes(multiprocessing.current_process().authkey),
     }
-
-
-def _umask() -> int | None:
-    """The umask. `os.umask` would change it for a moment, for other threads too."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return None  # the system does not say
 
 
 def _log_levels() -> tuple[int, dict[str, int]]:
@@ -382,7 +359,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
     """The supervisor, from its start to its exit. A fork of the main process has no `preload`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
-        _prctl(_PR_SET_NAME, b"penstock-start")  # if all processes called python are killed, it ends what they leave
+        system.name_process(b"penstock-start")  # if all processes called python are killed, it ends what they leave
         while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(fd, True)  # no descriptor of a worker may take the place of standard output
         os.close(fd)
@@ -392,7 +369,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
         gc.freeze()  # a garbage collection in a worker would copy the memory that all share
         if preload is not None:
             # It was for the time of the imports. If a thread has started this process, it counts the thread's end.
-            _prctl(_PR_SET_PDEATHSIG, 0)
+            system.end_with_parent(False)
         service = _Service(socket.socket(fileno=control_fd), main, is_fork=preload is None)
         service.run()
         os._exit(0)
@@ -418,11 +395,11 @@ class _Service:
         for fd in (control.fileno(), self._wake):
             self._poll.register(fd, select.POLLIN)
         self._main_fd, self._poll_ms = -1, _POLL_MS
-        with contextlib.suppress(OSError, AttributeError):  # a sandbox or an old system
-            self._main_fd, self._poll_ms = os.pidfd_open(main), -1
+        if (main_fd := system.watch_end(main)) is not None:
+            self._main_fd, self._poll_ms = main_fd, -1
             self._own_fds.append(self._main_fd)
             self._poll.register(self._main_fd, select.POLLIN)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        system.adopt_orphans()
 
     def run(self) -> None:
         """Serve, and at last end the workers; when the main process has ended, everything."""
@@ -437,14 +414,14 @@ class _Service:
             for fd in ready & self._pids.keys():
                 self._obey(fd)
             if self._control.fileno() in ready:
-                message, fds = _receive(self._control)
+                message, fds = system.receive(self._control, 2)
                 if not message:
                     break
                 self._take(message, fds)
         for pid in self._control_sockets:
             _signal_group(pid, signal.SIGKILL)
         if not self._is_fork or os.getppid() != self._main:  # the orphans of one pool may serve others: see marking.py
-            _kill_children()
+            system.kill_children(self._main)
 
     def _take(self, message: bytes, fds: list[int]) -> None:
         if message.startswith(b"import "):
@@ -455,7 +432,7 @@ class _Service:
 
     def _obey(self, fd: int) -> None:
         pid = self._pids[fd]
-        message, _ = _receive(self._control_sockets[pid])
+        message, _ = system.receive(self._control_sockets[pid], 2)
         _signal_group(pid, message[0] if message else signal.SIGKILL)
         if not message:  # nothing more will come
             self._poll.unregister(fd)
@@ -502,13 +479,11 @@ class _Service:
             os.setpgid(pid, pid)
         self._control_sockets[pid], self._pids[control_socket.fileno()] = control_socket, pid
         self._poll.register(control_socket, select.POLLIN)
-        try:
-            pidfd = InheritedFd(os.pidfd_open(pid))
-        except (OSError, AttributeError):
+        if (pidfd := system.watch_end(pid)) is None:
             _answer(control_socket, "started", pid)
         else:
-            _answer(control_socket, "started", pid, [pidfd.fd])
-            pidfd.close()
+            _answer(control_socket, "started", pid, [pidfd])
+            os.close(pidfd)
 
 
 def _flush_standard_streams() -> None:
@@ -523,33 +498,14 @@ def _is_readable(connection: socket.socket, seconds: float | None) -> bool:
     return bool(poll.poll(None if seconds is None else min(seconds, _LONGEST) * 1000))
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    try:
-        message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-        return message, fds
-    except ConnectionResetError:
-        return b"", []
-
-
 def _answer(control_socket: socket.socket, kind: str, value: int, fds: Sequence[int] = ()) -> None:
     with contextlib.suppress(OSError):  # the main process has closed it
-        socket.send_fds(control_socket, [f"{kind} {value}".encode()], fds, socket.MSG_DONTWAIT)
+        system.send(control_socket, f"{kind} {value}".encode(), fds, socket.MSG_DONTWAIT)
 
 
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _kill_children() -> None:
-    """Kill every child and every orphan that becomes one, until none is left."""
-    with contextlib.suppress(OSError):  # no child is left, or the system does not list them
-        while True:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                for pid in map(int, file.read().split()):
-                    with contextlib.suppress(PermissionError):  # it runs as another user
-                        os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)
 
 
 # ---- in a worker -------------------------------------------------------------------------------
@@ -565,8 +521,8 @@ def _become_worker(spawns: bool, payload: int, n_fds: int, others: Sequence[int]
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd in others:
             os.close(fd)
-        _prctl(_PR_SET_NAME, b"python")
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        system.name_process(b"python")
+        system.end_with_parent(True)
         if os.getppid() != parent:
             os._exit(1)
         if spawns:
@@ -615,14 +571,13 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     for name, value in environ.items():
         if os.environ.get(name) != value:  # to set one takes long
             os.environ[name] = value
-    if surroundings["umask"] is not None:
-        os.umask(surroundings["umask"])
+    os.umask(surroundings["umask"])
     logging.disable(surroundings["log_levels"][0])
     for name, level in surroundings["log_levels"][1].items():
         logging.getLogger(name).setLevel(level)
-    if surroundings["cpus"] is not None and os.sched_getaffinity(0) != surroundings["cpus"]:
+    if system.cpu_mask() != surroundings["cpus"]:
         with contextlib.suppress(OSError):  # a sandbox
-            os.sched_setaffinity(0, surroundings["cpus"])
+            system.set_cpu_mask(surroundings["cpus"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, surroundings["file_limit"]) and surroundings["file_limit"] > soft:
         with contextlib.suppress(ValueError):  # above its hard limit

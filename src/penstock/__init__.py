@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-# The only test of the system. mypy does not follow this form, so `.ci/darwin` checks the rest as for macOS.
+# mypy does not follow this form, so it checks the rest as for macOS too. See system.py.
 if "linux" not in sys.platform:
     raise ImportError(
         "penstock needs Linux. On Windows, use it in WSL 2; on macOS, in a virtual machine or a container with Linux. "

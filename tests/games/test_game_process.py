@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
+from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, system
 from penstock.envs import CountingEnv
-from penstock.games import GameProcess, game_log, game_process, lease_port
+from penstock.games import GameProcess, game_process, lease_port
 from penstock.workers import marking
 
 from ..children import exit_code_of_fork
@@ -146,7 +146,7 @@ def test_a_log_stays_short_also_if_nobody_asks_the_game_anything(
     has_holes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_holes:
-        monkeypatch.setattr(game_log, "_punch", lambda *_: -1)
+        monkeypatch.setattr(system, "punch", lambda *_: False)
     line, ready = "y" * 99, re.compile("y")
     with GameProcess(["yes", line], ports=0, ready=ready) as own, GameProcess(["yes", "z"], ports=0, ready=ready):
         log: Any = own._run.output
@@ -195,13 +195,13 @@ def test_a_slow_reply_and_the_socket_itself_have_the_whole_time() -> None:
 
 
 def test_the_memory_of_children_counts_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    n, search = list[int](), marking._marked_with
+    n, search = list[int](), system.marked_with
 
     def counted(mark: str) -> list[int]:
         n.append(1)
         return search(mark)
 
-    monkeypatch.setattr(marking, "_marked_with", counted)
+    monkeypatch.setattr(system, "marked_with", counted)
     with game("", max_rss="900 MB") as own:
         connection = own.connect()
         n.clear()

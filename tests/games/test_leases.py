@@ -12,7 +12,7 @@ from fasteners import InterProcessLock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ConfigError, PortLeaseError
+from penstock import ConfigError, PortLeaseError, system
 from penstock.games import PortLease, lease_port, leases
 from penstock.games import lease as lease_module
 from penstock.workers import claims
@@ -235,7 +235,7 @@ def test_a_lease_cannot_be_pickled(stretch: range) -> None:
 @pytest.fixture
 def ephemeral(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     between = [0, 0]
-    monkeypatch.setattr(lease_module, "ephemeral_ports", lambda: tuple(between))
+    monkeypatch.setattr(system, "ephemeral_ports", lambda: tuple(between))
     return between
 
 
@@ -263,6 +263,6 @@ def test_a_kernel_that_uses_all_ports(ephemeral: list[int], stretch: range) -> N
 
 
 def test_the_default_on_this_machine() -> None:
-    low, high = lease_module.ephemeral_ports()
+    low, high = system.ephemeral_ports()
     with lease_port() as mine:
         assert not low <= mine.port <= high
