@@ -2,11 +2,13 @@
 
 #include "_cells.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <unistd.h>
 #ifdef __linux__
 #include <sys/prctl.h>
-#include <unistd.h>
 #endif
 
 /* The answer of a function: `result` is 1, 0, or -1 with an exception set. */
@@ -137,14 +139,35 @@ static PyObject *fence(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(argument
 
 /* ---- the end of the parent process ------------------------------------------------------------- */
 
-#ifdef __linux__
 /* The kernel signals only this process when its parent exits. So this handler kills the process group. */
 static void kill_group(int Py_UNUSED(number)) { kill(getpgrp() == getpid() ? 0 : getpid(), SIGKILL); }
-#endif
 
-static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py_UNUSED(arguments), Py_ssize_t n) {
-    if (!check_arguments(n, 0)) {
+static int life_line = -1;
+
+/* The kernel sends SIGIO when anything happens to the pipe. At its end, nobody has the other side any more. */
+static void look_at_life_line(int number) {
+    int kept = errno;
+    char byte;
+    if (read(life_line, &byte, 1) == 0) {
+        kill_group(number);
+    }
+    errno = kept;
+}
+
+/* The argument is the reading end of a pipe whose other end the parent alone has, or -1: the kernel says it (Linux). */
+static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t reader;
+    if (!check_arguments(n, 1) || !read_index(arguments[0], &reader)) {
         return NULL;
+    }
+    if (reader >= 0) {
+        struct sigaction look = {.sa_handler = look_at_life_line, .sa_flags = SA_RESTART};
+        life_line = (int)reader;
+        int flags = fcntl(life_line, F_GETFL);
+        int done = sigaction(SIGIO, &look, NULL) == 0 && fcntl(life_line, F_SETOWN, getpid()) == 0 &&
+                   fcntl(life_line, F_SETFL, flags | O_ASYNC | O_NONBLOCK) == 0;
+        look_at_life_line(SIGIO); /* the end may have come before */
+        return PyBool_FromLong(done);
     }
 #ifdef __linux__
     int number = SIGRTMAX - 7; /* a signal without another use */

@@ -99,9 +99,10 @@ def receive(connection: socket.socket, n: int) -> list[int]:
     while len(fds) < n:
         message, received = system.receive_fds(connection, 1, _MOST_FDS)
         if not message or len(received) < min(n - len(fds), _MOST_FDS):
+            for fd in (fds := fds + received):
+                os.close(fd)
             raise OSError(
-                errno.EMFILE,
-                f"received {len(fds) + len(received)} of {n} descriptors: this process may have too many open files",
+                errno.EMFILE, f"received {len(fds)} of {n} descriptors: this process may have too many open files"
             )
         fds += received
     return fds

@@ -9,6 +9,9 @@ its end, the supervisor kills the worker's group. So a start that is interrupted
   a subreaper, so orphans become its children, those in sessions of their own too.
 - If the supervisor ends, the kernel ends the workers. The main process reads the end of the control sockets.
 
+Where the system has neither subreapers nor PDEATHSIG (system.py), workers read the end of a pipe that the supervisor
+has, and what is left is found by an environment variable.
+
 Only the supervisor can free the process id of a worker, so an id that it signals never belongs to a stranger.
 """
 
@@ -42,9 +45,9 @@ from penstock import system
 from penstock.buffers import descriptors
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
 from penstock.workers.affinity import limit_threads
-from penstock.workers.marking import worker_environ
+from penstock.workers.marking import marked, worker_environ
 
-end_group_with_parent: Callable[[], bool] | None
+end_group_with_parent: Callable[[int], bool] | None
 try:
     from penstock.buffers._native import end_group_with_parent
 except ImportError:  # not compiled
@@ -114,7 +117,7 @@ class Supervisor:
             pass_fds=[control_fd],
             stdin=subprocess.DEVNULL,
             cwd="/",
-            env={**os.environ, **_ONE_THREAD},
+            env={**os.environ, **_ONE_THREAD, **system.pool_variables(self._owner, marked.variable)},
             **_OWN_GROUP,
         )
         process.returncode = 0  # `close` waits for it
@@ -122,8 +125,10 @@ class Supervisor:
 
     def _fork(self, control_fd: int) -> int:
         _flush_standard_streams()  # otherwise the fork writes what is in the buffers again
+        variables = system.pool_variables(self._owner, marked.variable)
         if (pid := os.fork()) == 0:
             try:
+                os.environ.update(variables)
                 self.control.close()
                 os.setpgid(0, 0)
                 serve(control_fd, self._owner)
@@ -199,10 +204,13 @@ class SupervisedProcess:
         descriptors. Any exception leaves no process.
         """
         try:
-            self._request(supervisor)
-            began = time.monotonic()
-            while (answer := self._receive(_CHECK_SECONDS)) is None:
-                check(time.monotonic() - began)
+            with contextlib.ExitStack() as sent:
+                self._request(supervisor, sent)
+                began = time.monotonic()
+                while (answer := self._receive(_CHECK_SECONDS)) is None:
+                    if supervisor.has_ended():
+                        raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended")
+                    check(time.monotonic() - began)
             kind, value, fds = answer
             if kind == "refused":
                 raise OSError(value, os.strerror(value))
@@ -214,7 +222,7 @@ class SupervisedProcess:
             self.close()
             raise
 
-    def _request(self, supervisor: Supervisor) -> None:
+    def _request(self, supervisor: Supervisor, sent: contextlib.ExitStack) -> None:
         supervisor.raise_limit()
         data, fds = descriptors.dumps(self._function)
         # A fork has the main process's resource tracker, if this has one.
@@ -222,17 +230,21 @@ class SupervisedProcess:
             trackers: Any = [] if supervisor.is_fork else [resource_tracker.getfd()]
         self._control_socket, theirs = system.connection()
         receiver, sender = socket.socketpair()
-        with theirs, receiver, sender, contextlib.closing(anonymous_file("penstock-start")) as payload:
-            with open(payload.fd, "wb", closefd=False) as file:
-                pickle.dump((_surroundings(self._name), len(trackers)), file)
-                file.write(data)
-            sent = [payload.fd, *trackers, *fds]
-            descriptors.send(sender, sent)
-            request = f"{'spawn' if self._spawns else 'fork'} {len(sent)}".encode()
-            try:
-                system.send(supervisor.control, request, [theirs.fileno(), receiver.fileno()])
-            except (BrokenPipeError, ConnectionError) as error:
-                raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended") from error
+        for end in (theirs, receiver, sender):
+            sent.enter_context(end)
+        payload = sent.enter_context(contextlib.closing(anonymous_file("penstock-start")))
+        with open(payload.fd, "wb", closefd=False) as file:
+            pickle.dump((_surroundings(self._name), len(trackers)), file)
+            file.write(data)
+        fds = [payload.fd, *trackers, *fds]
+        descriptors.send(sender, fds)
+        request = f"{'spawn' if self._spawns else 'fork'} {len(fds)}".encode()
+        try:
+            system.send(supervisor.control, request, [theirs.fileno(), receiver.fileno()])
+        except (BrokenPipeError, ConnectionError) as error:
+            raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended") from error
+        if not system.KEEPS_SENT:
+            sent.close()
 
     def _receive(self, seconds: float | None) -> tuple[str, int, list[int]] | None:
         """The next message of the supervisor; None if none has come."""
@@ -385,6 +397,7 @@ class _Service:
         self._control, self._main, self._is_fork = control, main, is_fork
         self._control_sockets: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # by descriptor of the control socket
+        self._life_lines: dict[int, InheritedFd] = {}  # by process id
         self._wake, wake_writer = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake_writer, False)
@@ -451,30 +464,46 @@ class _Service:
                     self._poll.unregister(control_socket.fileno())
                 _answer(control_socket, "ended", os.waitstatus_to_exitcode(found[1]))
                 control_socket.close()
+                if (life_line := self._life_lines.pop(found[0], None)) is not None:
+                    life_line.close()
 
     def _start(self, message: bytes, fds: list[int]) -> None:
         how, n_fds = message.split()
-        control_socket, descriptors = socket.socket(fileno=fds[0]), [InheritedFd(fd) for fd in fds[1:]]
+        control_socket, *receivers = (socket.socket(fileno=fd) for fd in fds)
+        parcel, life_line = list[InheritedFd](), list[InheritedFd]()
         try:
-            if not descriptors:
+            if not receivers:
                 raise OSError(errno.EMFILE, "the supervisor may open no more descriptors")
             if _is_readable(control_socket, 0):
                 raise OSError(errno.ECANCELED, "the main process does not want it any more")
+            # Here, and not in the worker: once this process has answered, no descriptor is on its way.
+            with receivers[0] as receiver:
+                parcel += map(InheritedFd, descriptors.receive(receiver, int(n_fds)))
+            life_line += map(InheritedFd, system.life_line())
             me, pid = os.getpid(), os.fork()
             if pid == 0:
                 others = [
                     *self._own_fds,
                     *(other.fileno() for other in self._control_sockets.values()),
+                    *(other.fd for other in (*self._life_lines.values(), *life_line[1:])),
                     control_socket.detach(),
                 ]
-                _become_worker(how == b"spawn", descriptors[0].fd, int(n_fds), others, me)
+                reader = life_line[0].fd if life_line else -1
+                _become_worker(how == b"spawn", [fd.fd for fd in parcel], reader, others, me)
         except OSError as error:
             _answer(control_socket, "refused", error.errno or errno.EAGAIN)
             control_socket.close()
+            for fd in life_line:
+                fd.close()
             return
         finally:
-            for fd in descriptors:
+            for fd in parcel:
                 fd.close()
+            for receiver in receivers:
+                receiver.close()
+        if life_line:
+            life_line[0].close()
+            self._life_lines[pid] = life_line[1]
         with contextlib.suppress(OSError):  # it may execute another program already, and has done this itself
             os.setpgid(pid, pid)
         self._control_sockets[pid], self._pids[control_socket.fileno()] = control_socket, pid
@@ -511,7 +540,7 @@ def _signal_group(pid: int, number: int) -> None:
 # ---- in a worker -------------------------------------------------------------------------------
 
 
-def _become_worker(spawns: bool, payload: int, n_fds: int, others: Sequence[int], parent: int) -> NoReturn:
+def _become_worker(spawns: bool, fds: list[int], life_line: int, others: Sequence[int], parent: int) -> NoReturn:
     try:
         os.setpgid(0, 0)  # the main process can kill this process together with its children
         signal.set_wakeup_fd(-1)
@@ -526,24 +555,30 @@ def _become_worker(spawns: bool, payload: int, n_fds: int, others: Sequence[int]
         if os.getppid() != parent:
             os._exit(1)
         if spawns:
-            os.set_inheritable(payload, True)
-            command = _boot_command("work", [payload, n_fds], parent)
+            for fd in fds if life_line < 0 else (*fds, life_line):
+                os.set_inheritable(fd, True)
+            command = _boot_command("work", [fds, life_line], parent)
             os.execv(command[0], command)
-        work(payload, n_fds)
+        work(fds, life_line)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def work(payload: int, n_fds: int) -> NoReturn:
-    """A worker: call the function that came in the payload."""
+def work(fds: list[int], life_line: int) -> NoReturn:
+    """A worker: call the function that came in the file `fds[0]`, with the other descriptors."""
     code = 1
     try:
         if end_group_with_parent is not None:  # also what the environments have started
-            end_group_with_parent()
-        with socket.socket(fileno=payload) as receiver:
-            payload, *fds = descriptors.receive(receiver, n_fds)
+            end_group_with_parent(life_line)
+        elif life_line >= 0:
+            system.follow(life_line)
+        if life_line >= 0:
+            system.end_with_parent(False)  # the life line does it from now on
+        for fd in fds if life_line < 0 else (*fds, life_line):  # programs must not have them
+            os.set_inheritable(fd, False)
+        payload, *fds = fds
         with open(payload, "rb") as file:
             file.seek(0)
             surroundings, n_trackers = pickle.load(file)
@@ -566,7 +601,7 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     os.chdir(surroundings["folder"])
     sys.path[:], sys.argv[:] = surroundings["path"], surroundings["argv"]
     environ: dict[str, str] = surroundings["environ"]
-    for name in os.environ.keys() - environ.keys():
+    for name in os.environ.keys() - environ.keys() - system.kept_variables():
         del os.environ[name]
     for name, value in environ.items():
         if os.environ.get(name) != value:  # to set one takes long

@@ -41,6 +41,7 @@ FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
 OWN_CGROUPS = os.devnull if PORTABLE else "/proc/self/cgroup"  #: the file that names the cgroups of this process
 WAKE_UP_FDS = 2 if PORTABLE else 1  #: how many descriptors a wake-up has
+KEEPS_SENT = PORTABLE  #: whether a descriptor must stay open until it has arrived (Chromium's bug 298276)
 
 # ---- memory and files --------------------------------------------------------------------------
 
@@ -238,13 +239,44 @@ def name_process(name: bytes) -> None:
 
 
 def end_with_parent(ends: bool) -> None:
-    """Whether the kernel kills this process when its parent ends. The twin has `life_line` instead."""
+    """Whether the kernel kills this process when its parent ends. A worker of the twin has a `life_line` instead."""
     if sys.platform == "linux" and not PORTABLE:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if ends else 0)
+    else:  # what END_WITH_PARENT has begun is over
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-#: The same in a new interpreter, from its first moment, before it can import this module.
-END_WITH_PARENT = "" if PORTABLE else f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d})"
+#: The same in a new interpreter, from its first moment, before it can import this module. The twin looks ten times a
+#: second, until `end_with_parent` is called.
+END_WITH_PARENT = (
+    "import signal\n"
+    "signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)"
+    if PORTABLE
+    else f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d})"
+)
+
+
+def life_line() -> list[int]:
+    """The ends of a pipe: a worker reads from the first. The supervisor keeps the other one, so its end is the end of
+    both. Linux needs none."""
+    return list(os.pipe()) if PORTABLE else []
+
+
+def follow(life_line: int) -> None:
+    """End this process and its group when the other end of the life line is closed. The compiled part does so while C
+    code holds the interpreter lock too."""
+
+    def look(*_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(life_line, 1):
+                os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGIO, look)
+    fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    look()
 
 
 def adopt_orphans() -> None:
@@ -272,14 +304,15 @@ def kill_children(main: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def pool_variables(main: int) -> dict[str, str]:
-    """Environment variables for a supervisor of process `main`, by which it finds all that its workers have started."""
-    return {f"{_POOL}{main}_{secrets.token_hex(8)}": "1"} if PORTABLE else {}
+def pool_variables(main: int, mark: Callable[[], str]) -> dict[str, str]:
+    """Environment variables of a supervisor of process `main`: by the first, it finds what its workers have started; by
+    `mark()`, whoever ends what `main` leaves finds the supervisor and its forks. Linux needs none."""
+    return {f"{_POOL}{main}_{secrets.token_hex(8)}": "1", mark(): "1"} if PORTABLE else {}
 
 
-def own_variables() -> set[str]:
-    """The variables of `pool_variables` that this process has."""
-    return {name for name in os.environ if name.startswith(_POOL)}
+def kept_variables() -> set[str]:
+    """The variables that a worker has of its supervisors: it keeps them."""
+    return {name for name in os.environ if name.startswith(_POOL)} if PORTABLE else set()
 
 
 # ---- other processes ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ PARTS = {
     "learning._native": compiled,
     "workers._native": spinning,
 }
-NO_OTHER_WAY = {"fence", "end_group_with_parent"}  # ordering.fence_of_locks, and prctl of SIGKILL
+NO_OTHER_WAY = {"fence", "end_group_with_parent"}  # ordering.fence_of_locks, and system.follow
 
 
 def is_built(part: str) -> bool:

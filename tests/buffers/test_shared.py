@@ -20,6 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from penstock import system
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.buffers.descriptors import InheritedFd, dumps, loads, receive, send
 from penstock.buffers.shared import shared_mappings
@@ -95,13 +96,13 @@ SPECS = NamedArrays(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
-@pytest.mark.parametrize("has_memfd", [True, False])
+@pytest.mark.parametrize("has_memfd", [pytest.param(True, marks=pytest.mark.linux), False])
 @methods("fork", "spawn")
 def test_parent_and_child_write_and_see_the_same_cells(
     monkeypatch: pytest.MonkeyPatch, start_method: str, has_memfd: bool
 ) -> None:
     if not has_memfd:
-        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.delattr(os, "memfd_create", raising=False)
     before = descriptors()
     with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
         new = [link for fd, link in descriptors().items() if fd not in before and "memfd" in link]
@@ -183,6 +184,7 @@ def test_a_spec_is_taken_from_anything_like_an_array_behind_leading_dimensions(
 # ---- allocation --------------------------------------------------------------------------------
 
 
+@pytest.mark.linux
 def test_a_block_is_anonymous_and_its_pages_are_taken_at_once() -> None:
     before = descriptors()
     with opened(NamedMemory(specs_of((3 * MIB,), dtype=np.uint8), shared=True, purpose="a test")):
@@ -193,16 +195,9 @@ def test_a_block_is_anonymous_and_its_pages_are_taken_at_once() -> None:
         assert not any(os.get_inheritable(fd) for fd in new)
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-def test_too_large_a_block_is_refused_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
+def test_too_large_a_block_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_memory(monkeypatch, MIB)
-    if fallback:
-        monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.setattr("tempfile.TemporaryFile", None)
-    else:
-        monkeypatch.setattr(os, "memfd_create", None)
+    monkeypatch.setattr(system, "anonymous_memory", None)
     with pytest.raises(ConfigError, match=r"a large buffer needs 3\.00 MiB .* 1\.00 MiB are free"):
         NamedMemory(specs_of((3 * MIB,), dtype=np.uint8), shared=True, purpose="a large buffer")
 
@@ -211,7 +206,7 @@ def test_memory_that_runs_out_all_the_same_is_a_clear_error_and_leaves_nothing(m
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(system, "reserve", full)
     before = descriptors()
     with pytest.raises(ConfigError, match=r"a large buffer needs 1,048,576 bytes .* No space left") as caught:
         NamedMemory(specs_of((MIB,), dtype=np.uint8), shared=True, purpose="a large buffer")
@@ -225,7 +220,7 @@ def test_a_time_limit_of_the_user_is_not_taken_for_a_lack_of_memory(monkeypatch:
     def handler(*_: Any) -> None:
         raise TimeoutError("my time is up")
 
-    monkeypatch.setattr(os, "posix_fallocate", handler)
+    monkeypatch.setattr(system, "reserve", handler)
     before = descriptors()
     with pytest.raises(TimeoutError, match="my time is up"):
         NamedMemory(specs_of((4,), dtype=np.uint8), shared=True, purpose="a buffer")
@@ -277,13 +272,13 @@ def test_a_private_mapping_keeps_its_values_and_sends_none() -> None:
 
 
 def test_close_closes_the_descriptor_once() -> None:
-    fd = os.memfd_create("test")
+    fd = system.anonymous_file("test")
     owner = InheritedFd(fd)
     assert owner.fileno() == fd
     owner.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    other = os.memfd_create("test")  # takes the number that was freed
+    other = system.anonymous_file("test")  # takes the number that was freed
     try:
         owner.close()
         os.fstat(other)
@@ -292,7 +287,7 @@ def test_close_closes_the_descriptor_once() -> None:
 
 
 def test_a_closed_owner_has_no_finalizer_in_which_python_would_drop_a_ctrl_c() -> None:
-    owner = InheritedFd(os.memfd_create("test"))
+    owner = InheritedFd(system.anonymous_file("test"))
     assert hasattr(owner, "__del__")
     owner.close()
     assert not hasattr(owner, "__del__")
@@ -300,7 +295,7 @@ def test_a_closed_owner_has_no_finalizer_in_which_python_would_drop_a_ctrl_c() -
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, reduction.ForkingPickler.dumps])
 def test_pickling_fails_unless_a_process_is_being_started(dumps: object) -> None:
-    owner = InheritedFd(os.memfd_create("test"))
+    owner = InheritedFd(system.anonymous_file("test"))
     try:
         with pytest.raises(Exception, match=r"start|spawn|inherit"):
             dumps(owner)  # type: ignore[operator]
@@ -310,7 +305,7 @@ def test_pickling_fails_unless_a_process_is_being_started(dumps: object) -> None
 
 
 def test_dumps_lists_the_descriptors_and_loads_puts_others_in_their_places() -> None:
-    first, second = (InheritedFd(os.memfd_create("test")) for _ in range(2))
+    first, second = (InheritedFd(system.anonymous_file("test")) for _ in range(2))
     data, fds = dumps({"two": [second, second], "one": first})
     assert fds == [second.fd, first.fd]
     with pytest.raises(TypeError, match="being started"):  # outside of it, as before
@@ -323,9 +318,9 @@ def test_dumps_lists_the_descriptors_and_loads_puts_others_in_their_places() -> 
 
 def test_an_object_that_cannot_be_pickled_leaves_no_list() -> None:
     with pytest.raises(Exception, match="pickle"):
-        dumps([InheritedFd(os.memfd_create("test")), lambda: 0])
+        dumps([InheritedFd(system.anonymous_file("test")), lambda: 0])
     with pytest.raises(TypeError, match="being started"):
-        pickle.dumps(InheritedFd(os.memfd_create("test")))
+        pickle.dumps(InheritedFd(system.anonymous_file("test")))
 
 
 @pytest.mark.parametrize("n", [0, 1, 100, 101, 350])
@@ -333,7 +328,7 @@ def test_any_number_of_descriptors_goes_through_a_socket(n: int) -> None:
     """One message can have 253 at most."""
     receiver, sender = socket.socketpair()
     with receiver, sender:
-        owners = [InheritedFd(os.memfd_create("test")) for _ in range(n)]
+        owners = [InheritedFd(system.anonymous_file("test")) for _ in range(n)]
         send(sender, [owner.fd for owner in owners])
         received = [InheritedFd(fd) for fd in receive(receiver, n)]
         assert [os.fstat(fd.fd).st_ino for fd in received] == [os.fstat(fd.fd).st_ino for fd in owners]

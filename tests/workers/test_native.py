@@ -224,9 +224,10 @@ def test_it_sleeps_after_another_program_has_taken_the_cpu_for_long() -> None:
     assert after([50e-6], spin_time) > 0, "it tries again"
 
 
-@pytest.mark.parametrize(("cpus", "crowds"), [((0, 3), [3]), ((), [1, 2, 3])], ids=["two", "how many is not said"])
+@pytest.mark.parametrize("cpus", [(0, 3), ()], ids=["two", "a system without a mask"])
 def test_processes_are_a_crowd_if_there_are_more_than_cpus(
-    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...], crowds: list[int]
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(native, "usable_cpus", lambda: cpus)
-    assert [n for n in (1, 2, 3) if is_crowded(n)] == crowds
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert [n for n in (1, 2, 3) if is_crowded(n)] == [3]

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock import system
 from penstock.buffers.descriptors import InheritedFd
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
@@ -53,7 +54,7 @@ def supervisor() -> Iterator[Supervisor]:
         yield made
 
 
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process cannot be changed here")
+@pytest.mark.linux
 def test_a_supervisor_that_runs_may_open_as_many_files_as_the_main_process_by_now() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -255,6 +256,7 @@ SURROUNDINGS = """
 import logging, os, sys
 sys.path.insert(0, sys.argv[1])
 from multiprocessing import resource_tracker
+from penstock import system
 from supervised import Supervisor, start
 resource_tracker.ensure_running()  # it may import modules of the current folder
 os.chdir("..")
@@ -267,14 +269,14 @@ os.environ["NEW"] = "x"
 os.environ.pop("OLD")
 os.chdir("/tmp")
 sys.path.append("/nowhere")
-cpus = {min(os.sched_getaffinity(0))}
-os.sched_setaffinity(0, cpus)
+cpus = set(sorted(system.cpu_mask())[:1])
+system.set_cpu_mask(cpus)
 os.umask(0o027)
 logging.disable(5)
 logging.getLogger().setLevel(12)
 logging.getLogger("mine.own").setLevel(17)
 def check():
-    found = os.environ["NEW"], os.environ.get("OLD"), os.getcwd(), sys.path[-1], os.sched_getaffinity(0)
+    found = os.environ["NEW"], os.environ.get("OLD"), os.getcwd(), sys.path[-1], system.cpu_mask()
     assert found == ("x", None, "/tmp", "/nowhere", cpus), found
     levels = logging.root.manager.disable, *(logging.getLogger(name).level for name in ("", "mine", "mine.own"))
     assert (os.umask(0), *levels) == (0o027, 5, 12, 0, 17), levels
@@ -338,6 +340,7 @@ os._exit(worker.exitcode)
     gone_after([tracker], time.monotonic(), LEFT_SECONDS)
 
 
+@pytest.mark.linux  # it names a pidfd
 @pytest.mark.slow
 def test_a_supervisor_that_may_open_no_more_descriptors(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
@@ -368,7 +371,7 @@ def test_a_supervisor_that_may_open_no_more_descriptors(
 
 @pytest.mark.slow
 def test_more_descriptors_than_one_message_can_have(supervisor: Supervisor) -> None:
-    owners = [InheritedFd(os.memfd_create("test")) for _ in range(300)]
+    owners = [InheritedFd(system.anonymous_file("test")) for _ in range(300)]
     inodes = [os.fstat(owner.fd).st_ino for owner in owners]
     for spawns in (False, True):
         same = start(supervisor, lambda fds: [os.fstat(fd.fd).st_ino for fd in fds] == inodes, owners, spawns=spawns)
