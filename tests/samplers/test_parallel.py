@@ -65,6 +65,7 @@ class WhereEnv(CountingEnv):
         return observation, float(cpu), *rest
 
 
+@pytest.mark.linux  # it asks for CPUs
 @pytest.mark.slow
 @methods("forkserver")
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
@@ -95,6 +96,7 @@ class Unlimited(WhereEnv):
         import scipy.linalg  # noqa: F401 - it has an OpenBLAS of its own
 
 
+@pytest.mark.linux  # it asks for CPUs
 @pytest.mark.slow
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
