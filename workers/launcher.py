@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,10 +283,6 @@ def naming_descriptor_limit() -> Iterator[None]:
 
 
 def _descriptor_limit() -> int | None:
-    try:
-        import resource
-    except ImportError:
-        return None  # the system has none
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
 
