@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import importlib
 import mmap
@@ -26,6 +27,8 @@ from typing import Any
 
 #: Whether the twins are in use. Below, `sys.platform` stands beside it, since mypy understands that.
 PORTABLE = sys.platform != "linux" or os.environ.get("PENSTOCK_PORTABLE") == "1"
+#: Why no worker should be a fork. Not with PENSTOCK_PORTABLE: to start new interpreters, the tests take twice as long.
+WHY_NO_FORK = "Apple's Accelerate may crash in a fork (CPython issue 33725)" if sys.platform == "darwin" else ""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -36,6 +39,7 @@ _MAP_FIXED = 0x10  # of Linux and macOS; Python's module lacks it
 _COPIED = 2**24  # bytes: the most that a fork of a worker copies
 _EPHEMERAL = (49_152, 65_535)  # IANA's range for outgoing connections (RFC 6335)
 _POOL = "PENSTOCK_POOL_"
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFSOCK: "socket", stat.S_IFIFO: "pipe"}
 
 FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
@@ -135,14 +139,14 @@ def umask() -> int:
         os.close(fd)
 
 
-def raise_file_limit(pid: int) -> None:
-    """Let another process open as many files as this one may. The twin leaves it the limit of its start."""
-    if sys.platform == "linux" and not PORTABLE:
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or must not
-            wanted, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            if soft != resource.RLIM_INFINITY and (wanted > soft or wanted == resource.RLIM_INFINITY):
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))
+def raise_file_limit(needed: int) -> None:
+    """Let this process open so many files, or as many as its hard limit allows. The soft limit of macOS is 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def open_descriptors() -> dict[int, str]:
@@ -155,8 +159,10 @@ def open_descriptors() -> dict[int, str]:
                     found[int(name)] = what
             else:
                 status = os.fstat(int(name))
-                if not stat.S_ISREG(status.st_mode) or status.st_nlink:
-                    found[int(name)] = f"{stat.filemode(status.st_mode)[0]} {status.st_ino}"
+                # Shared memory of macOS has no kind.
+                if status.st_nlink or stat.S_IFMT(status.st_mode) not in (0, stat.S_IFREG):
+                    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "another kind")
+                    found[int(name)] = f"{kind}, inode {status.st_ino}"
     return found
 
 
@@ -209,7 +215,12 @@ def receive_fds(end: socket.socket, n_bytes: int, most_fds: int) -> tuple[bytes,
     """What has come, and its descriptors. No child inherits them."""
     if sys.platform == "linux" and not PORTABLE:
         return socket.recv_fds(end, n_bytes, most_fds, socket.MSG_CMSG_CLOEXEC)[:2]
-    message, fds, _, _ = socket.recv_fds(end, n_bytes, most_fds)
+    try:
+        message, fds, _, _ = socket.recv_fds(end, n_bytes, most_fds)
+    except OSError as error:
+        if error.errno != errno.EMSGSIZE:  # macOS: they are more than this process may open, and are lost
+            raise
+        return end.recv(n_bytes), []
     for fd in fds:
         os.set_inheritable(fd, False)
     return message, fds

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from ..scale import START_METHODS, pairs, scaled
+from ..support import BOUND
 from .support import SLACK, Script, gone_after, note
 
 N_TRIALS = scaled(50, 1)  # of each pair
@@ -111,6 +114,23 @@ for method in methods:
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
 say("same")
 """
+
+
+MACOS = """
+import gymnasium, psutil, sys, sysconfig, torch
+sysconfig.get_config_vars()  # this and the imports look for what macOS has
+sys.platform = "darwin"
+from penstock import ParallelSampler, system
+from penstock.envs import CountingEnv
+from penstock.workers.plan import PoolArguments
+methods, say = [PoolArguments().start_method], print
+"""
+
+
+def test_macos_may_import_penstock_and_starts_new_interpreters_by_default() -> None:
+    code = MACOS + SAME.replace("start_method=method", "") + "print(methods, system.PORTABLE)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND)
+    assert (done.stdout, done.stderr) == ("same\n['spawn'] True\n", "")
 
 
 def test_each_start_method_gives_the_batches_of_a_serial_sampler(tmp_path: Path) -> None:
