@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import psutil
 
+from penstock import system
 from penstock.arguments import integer, must_be, one_of, seconds
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
@@ -552,14 +553,13 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
 def _need_descriptors(n: int, who: str) -> None:
     """Raise the soft limit for n more. Without them, connections fail, and nothing says why."""
     needed = psutil.Process().num_fds() + n + 50  # of those that have started, some are not open yet
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(
             f"{who} {needed} file descriptors in the process of the panel, whose limit is {hard}: raise it there "
             "(ulimit -Hn), or use fewer workers"
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    system.raise_file_limit(needed)
 
 
 def _listed(names: Iterable[str]) -> list[str]:

@@ -27,7 +27,7 @@ from penstock.workers.affinity import blas_limited, thread_numbers, use_thread_n
 from penstock.workers.forks import HARMLESS_THREAD
 from penstock.workers.handle import status_of
 from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
-from penstock.workers.plan import PoolArguments, PoolOptions
+from penstock.workers.plan import PoolArguments, PoolOptions, warn_once
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
 
@@ -87,6 +87,8 @@ class Launcher:
         self._fork: Supervisor | None = None
         check_limits(n_workers)
         _refuse_unsafe_fork(self._start_method)
+        if self._start_method != "spawn" and system.WHY_NO_FORK:
+            warn_once(f'workers may crash with start_method="{self._start_method}": {system.WHY_NO_FORK}. Use "spawn"')
 
     def prepare(self) -> None:
         """Start the supervisor if it does not run."""
@@ -246,9 +248,11 @@ def check_limits(n_workers: int) -> None:
     """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
     descriptors = n_workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_BESIDE
     left: int | None = None
-    if (limit := _descriptor_limit()) is not None:
-        with contextlib.suppress(OSError):  # the system does not say
-            left = limit - len(os.listdir(system.DESCRIPTORS))  # fewer than 0, if the limit was lowered later
+    with contextlib.suppress(OSError):  # the system does not say
+        n_open = len(os.listdir(system.DESCRIPTORS))
+        system.raise_file_limit(n_open + descriptors)
+        if (limit := _descriptor_limit()) is not None:
+            left = limit - n_open  # fewer than 0, if the limit was lowered later
     if left is not None and descriptors > left:
         raise ConfigError(
             f"{n_workers} workers need about {descriptors} file descriptors and this process may open only "

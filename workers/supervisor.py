@@ -62,6 +62,7 @@ _LONGEST = 1e6  # seconds; the system has a limit too
 # Ctrl-C must not reach the supervisor. But it stays in the session of the main process: the scheduler of Linux divides
 # CPUs among sessions (autogroup), and a process that yields its CPU would not yield it to a process of another session.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+_MOST_FILES = 65_536  # of the supervisor, two or three for each worker
 _POLL_MS = 500  # how often a supervisor without a pidfd looks whether its parent has ended
 # It blocks these and does not ignore them: one that is sent to a worker in its first moment must not be lost.
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -158,10 +159,6 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now, and something else has waited for it
                 os.kill(self.pid, signal.SIGCONT)
 
-    def raise_limit(self) -> None:
-        """Let it open as many files as this process may by now: it has the limit that was there when it started."""
-        system.raise_file_limit(self.pid)
-
     def close(self) -> None:
         """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
         if self.is_own and self.control.fileno() >= 0:
@@ -223,7 +220,6 @@ class SupervisedProcess:
             raise
 
     def _request(self, supervisor: Supervisor, sent: contextlib.ExitStack) -> None:
-        supervisor.raise_limit()
         data, fds = descriptors.dumps(self._function)
         # A fork has the main process's resource tracker, if this has one.
         with _standard_fds_taken():
@@ -371,6 +367,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
     """The supervisor, from its start to its exit. A fork of the main process has no `preload`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
+        system.raise_file_limit(_MOST_FILES)  # the main process may raise its limit later
         system.name_process(b"penstock-start")  # if all processes called python are killed, it ends what they leave
         while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(fd, True)  # no descriptor of a worker may take the place of standard output
@@ -613,10 +610,9 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     if system.cpu_mask() != surroundings["cpus"]:
         with contextlib.suppress(OSError):  # a sandbox
             system.set_cpu_mask(surroundings["cpus"])
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, surroundings["file_limit"]) and surroundings["file_limit"] > soft:
-        with contextlib.suppress(ValueError):  # above its hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (surroundings["file_limit"], hard))
+    with contextlib.suppress(ValueError):  # above its hard limit, or none (macOS)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (surroundings["file_limit"], hard))
     process = multiprocessing.current_process()
     process.name, process.authkey = surroundings["name"], surroundings["authkey"]
     if surroundings["start_method"] in multiprocessing.get_all_start_methods():  # joblib has one of its own

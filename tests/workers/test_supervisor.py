@@ -54,18 +54,22 @@ def supervisor() -> Iterator[Supervisor]:
         yield made
 
 
-@pytest.mark.linux
-def test_a_supervisor_that_runs_may_open_as_many_files_as_the_main_process_by_now() -> None:
+@pytest.mark.parametrize("how", HOWS)
+def test_a_supervisor_may_open_more_files_than_the_main_process_and_a_worker_as_many(how: str) -> None:
+    """The main process may raise its limit when the supervisor runs already."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = 200, 300
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 10, hard))
-        with supervising() as supervisor:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            start(supervisor, sleep).close()
-            assert resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE) == (soft, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 10, hard))  # what it has open stays open
-            start(supervisor, sleep).close()
-            assert resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE) == (soft, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0], hard))
+        with supervising(is_fork=how == "fork") as supervisor:
+            for limit in (*limits, limits[0]):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                asked = start(
+                    supervisor, lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 10, spawns=how == "spawn"
+                )
+                assert ended(asked) == limit // 10
+            if hasattr(resource, "prlimit"):
+                assert resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)[0] == min(hard, 65_536)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -343,10 +347,9 @@ os._exit(worker.exitcode)
 @pytest.mark.linux  # it names a pidfd
 @pytest.mark.slow
 def test_a_supervisor_that_may_open_no_more_descriptors(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor,
 ) -> None:
     """The others go on."""
-    monkeypatch.setattr(Supervisor, "raise_limit", lambda self: None)
     other, limits = start(supervisor, sleep), resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
 
     def links() -> dict[int, str]:
