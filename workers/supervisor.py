@@ -201,7 +201,7 @@ class SupervisedProcess:
         descriptors. Any exception leaves no process.
         """
         try:
-            with contextlib.ExitStack() as sent:
+            with contextlib.ExitStack() as sent:  # macOS may drop what is closed before it has arrived
                 self._request(supervisor, sent)
                 began = time.monotonic()
                 while (answer := self._receive(_CHECK_SECONDS)) is None:
@@ -239,8 +239,6 @@ class SupervisedProcess:
             system.send(supervisor.control, request, [theirs.fileno(), receiver.fileno()])
         except (BrokenPipeError, ConnectionError) as error:
             raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended") from error
-        if not system.KEEPS_SENT:
-            sent.close()
 
     def _receive(self, seconds: float | None) -> tuple[str, int, list[int]] | None:
         """The next message of the supervisor; None if none has come."""
@@ -395,6 +393,7 @@ class _Service:
         self._control_sockets: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # by descriptor of the control socket
         self._life_lines: dict[int, InheritedFd] = {}  # by process id
+        self._spare: list[int] = []  # room for the two descriptors of a request, which would be lost without it
         self._wake, wake_writer = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake_writer, False)
@@ -414,6 +413,9 @@ class _Service:
     def run(self) -> None:
         """Serve, and at last end the workers; when the main process has ended, everything."""
         while os.getppid() == self._main:
+            with contextlib.suppress(OSError):  # there is no more room
+                while len(self._spare) < 2:
+                    self._spare.append(os.dup(self._wake))
             ready = {fd for fd, _ in self._poll.poll(self._poll_ms)}
             if self._main_fd in ready:
                 break
@@ -424,6 +426,8 @@ class _Service:
             for fd in ready & self._pids.keys():
                 self._obey(fd)
             if self._control.fileno() in ready:
+                while self._spare:
+                    os.close(self._spare.pop())
                 message, fds = system.receive(self._control, 2)
                 if not message:
                     break

@@ -45,7 +45,6 @@ FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
 OWN_CGROUPS = os.devnull if PORTABLE else "/proc/self/cgroup"  #: the file that names the cgroups of this process
 WAKE_UP_FDS = 2 if PORTABLE else 1  #: how many descriptors a wake-up has
-KEEPS_SENT = PORTABLE  #: whether a descriptor must stay open until it has arrived (Chromium's bug 298276)
 
 # ---- memory and files --------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import resource
@@ -344,11 +343,9 @@ os._exit(worker.exitcode)
     gone_after([tracker], time.monotonic(), LEFT_SECONDS)
 
 
-@pytest.mark.linux  # it names a pidfd
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux's")
 @pytest.mark.slow
-def test_a_supervisor_that_may_open_no_more_descriptors(
-    supervisor: Supervisor,
-) -> None:
+def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) -> None:
     """The others go on."""
     other, limits = start(supervisor, sleep), resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
 
@@ -356,20 +353,19 @@ def test_a_supervisor_that_may_open_no_more_descriptors(
         folder = f"/proc/{supervisor.pid}/fd"
         return {int(name): os.readlink(f"{folder}/{name}") for name in os.listdir(folder)}
 
-    until(lambda: sum("pidfd" in link for link in links().values()) == 1, "the end of the start")
+    n_pidfds = 0 if system.PORTABLE else 1  # of the main process
+    until(lambda: sum("pidfd" in link for link in links().values()) == n_pidfds, "the end of the start")
     numbers = links()
     free = [number for number in range(100) if number not in numbers]
     for more in (0, 1):  # not even the control socket, and the control socket alone
         resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, (free[more], limits[1]))
-        with pytest.raises((OSError, EOFError)) as caught:
+        with pytest.raises(OSError, match="Too many open files"):
             start(supervisor, sleep)
-        if isinstance(caught.value, OSError):
-            assert caught.value.errno == errno.EMFILE
     resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, limits)
     assert ended(start(supervisor, lambda: 3)) == 3
     assert other.pid is not None
     assert is_running(other.pid)
-    other.close()  # the traceback in `caught` keeps it in a cycle, and its socket may be collected first
+    other.close()
 
 
 @pytest.mark.slow
