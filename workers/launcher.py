@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import math
 import os
-import resource
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from penstock.workers.affinity import blas_limited, thread_numbers, use_thread_n
 from penstock.workers.forks import HARMLESS_THREAD
 from penstock.workers.handle import status_of
 from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
-from penstock.workers.plan import PoolArguments, PoolOptions, warn_once
+from penstock.workers.plan import PoolArguments, PoolOptions
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
 
@@ -88,7 +89,8 @@ class Launcher:
         check_limits(n_workers)
         _refuse_unsafe_fork(self._start_method)
         if self._start_method != "spawn" and system.WHY_NO_FORK:
-            warn_once(f'workers may crash with start_method="{self._start_method}": {system.WHY_NO_FORK}. Use "spawn"')
+            text = f'workers may crash with start_method="{self._start_method}": {system.WHY_NO_FORK}. Use "spawn"'
+            warnings.warn(text, RuntimeWarning, stacklevel=2)  # once in a process
 
     def prepare(self) -> None:
         """Start the supervisor if it does not run."""
@@ -247,20 +249,18 @@ _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of mark
 def check_limits(n_workers: int) -> None:
     """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
     descriptors = n_workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_BESIDE
-    left: int | None = None
+    n_open = 0
     with contextlib.suppress(OSError):  # the system does not say
         n_open = len(os.listdir(system.DESCRIPTORS))
-        system.raise_file_limit(n_open + descriptors)
-        if (limit := _descriptor_limit()) is not None:
-            left = limit - n_open  # fewer than 0, if the limit was lowered later
-    if left is not None and descriptors > left:
+    left = system.allow_files(n_open + descriptors) - n_open  # fewer than 0, if the limit was lowered later
+    if descriptors > left:
         raise ConfigError(
             f"{n_workers} workers need about {descriptors} file descriptors and this process may open only "
             f"{max(left, 0)} more: lower n_workers, or raise the limit (ulimit -n)"
         )
     processes = n_workers + _PROCESSES_BESIDE
-    left = min(processes_left(), default=None)
-    if left is not None and processes > left:
+    left = min(processes_left(), default=math.inf)
+    if processes > left:
         raise ConfigError(
             f"{n_workers} workers need {processes} processes and only {left} more are allowed here: lower n_workers, "
             "or raise the limit (ulimit -u, the container's pids limit)"
@@ -275,20 +275,15 @@ def naming_descriptor_limit() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise ConfigError(
-                f"this process has no file descriptor left: its limit is {_descriptor_limit()}. Close files, or raise "
-                f"the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and {_DESCRIPTORS_PER_WORKER} for each "
-                "worker"
+                f"this process has no file descriptor left: its limit is {system.allow_files(0)}. Close files, or "
+                f"raise the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and {_DESCRIPTORS_PER_WORKER} for "
+                "each worker"
             ) from error
         if error.errno == errno.ENFILE:
             raise ConfigError(
                 "this machine has no file descriptor left: close files, or raise its limit (sysctl fs.file-max)"
             ) from error
         raise
-
-
-def _descriptor_limit() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def processes_left(*where: Path) -> list[int]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -14,8 +13,6 @@ from penstock import system
 from penstock.arguments import between, check_fields, choice, integer, optional, seconds
 from penstock.errors import ConfigError
 from penstock.workers.spinning import SPIN_SECONDS
-
-_log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,6 @@ class PoolArguments:
         return PoolOptions(**own, **others)
 
 
-@cache
-def warn_once(text: str) -> None:
-    """Log this warning, if this process has not done so yet."""
-    _log.warning(text)
-
-
 def span(ranks: range) -> str:
     """`ranks` for errors: "3", or "0 to 3"."""
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
@@ -160,7 +151,8 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
     if len(entries) != n_workers:
         raise ConfigError(f"affinity lists CPUs for {len(entries)} workers, there are {n_workers}: give one entry each")
     if not mask:
-        warn_once("affinity has no effect: this system cannot pin a process to CPUs")
+        text = "affinity has no effect: this system cannot pin a process to CPUs"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)  # once in a process
         return [()] * n_workers
     for i, entry in enumerate(entries):
         # The system would silently drop CPUs that are not allowed and pin to the rest.

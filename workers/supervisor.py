@@ -365,7 +365,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
     """The supervisor, from its start to its exit. A fork of the main process has no `preload`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
-        system.raise_file_limit(_MOST_FILES)  # the main process may raise its limit later
+        system.allow_files(_MOST_FILES)  # the main process may raise its limit later
         system.name_process(b"penstock-start")  # if all processes called python are killed, it ends what they leave
         while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(fd, True)  # no descriptor of a worker may take the place of standard output
@@ -413,9 +413,6 @@ class _Service:
     def run(self) -> None:
         """Serve, and at last end the workers; when the main process has ended, everything."""
         while os.getppid() == self._main:
-            with contextlib.suppress(OSError):  # there is no more room
-                while len(self._spare) < 2:
-                    self._spare.append(os.dup(self._wake))
             ready = {fd for fd, _ in self._poll.poll(self._poll_ms)}
             if self._main_fd in ready:
                 break
@@ -425,24 +422,27 @@ class _Service:
                 self._reap()
             for fd in ready & self._pids.keys():
                 self._obey(fd)
-            if self._control.fileno() in ready:
-                while self._spare:
-                    os.close(self._spare.pop())
-                message, fds = system.receive(self._control, 2)
-                if not message:
-                    break
-                self._take(message, fds)
+            if self._control.fileno() in ready and not self._take():
+                break
         for pid in self._control_sockets:
             _signal_group(pid, signal.SIGKILL)
         if not self._is_fork or os.getppid() != self._main:  # the orphans of one pool may serve others: see marking.py
             system.kill_children(self._main)
 
-    def _take(self, message: bytes, fds: list[int]) -> None:
+    def _take(self) -> bool:
+        """Do what the main process requests. False: nothing more will come."""
+        while self._spare:
+            os.close(self._spare.pop())
+        message, fds = system.receive(self._control, 2)
         if message.startswith(b"import "):
             import_all([message.decode().split()[1]])
             gc.freeze()
-        elif fds:  # else this process may open no more: the main process reads the end of its control socket
+        elif len(fds) == 2:  # always, as long as nobody lowers the limit of this process
             self._start(message, fds)
+        with contextlib.suppress(OSError):  # no room is left
+            while len(self._spare) < 2:
+                self._spare.append(os.dup(self._wake))
+        return bool(message)
 
     def _obey(self, fd: int) -> None:
         pid = self._pids[fd]
@@ -470,16 +470,14 @@ class _Service:
 
     def _start(self, message: bytes, fds: list[int]) -> None:
         how, n_fds = message.split()
-        control_socket, *receivers = (socket.socket(fileno=fd) for fd in fds)
+        control_socket, receiver = (socket.socket(fileno=fd) for fd in fds)
         parcel, life_line = list[InheritedFd](), list[InheritedFd]()
         try:
-            if not receivers:
-                raise OSError(errno.EMFILE, "the supervisor may open no more descriptors")
             if _is_readable(control_socket, 0):
                 raise OSError(errno.ECANCELED, "the main process does not want it any more")
             # Here, and not in the worker: once this process has answered, no descriptor is on its way.
-            with receivers[0] as receiver:
-                parcel += map(InheritedFd, descriptors.receive(receiver, int(n_fds)))
+            parcel += map(InheritedFd, descriptors.receive(receiver, int(n_fds)))
+            receiver.close()
             life_line += map(InheritedFd, system.life_line())
             me, pid = os.getpid(), os.fork()
             if pid == 0:
@@ -500,8 +498,7 @@ class _Service:
         finally:
             for fd in parcel:
                 fd.close()
-            for receiver in receivers:
-                receiver.close()
+            receiver.close()
         if life_line:
             life_line[0].close()
             self._life_lines[pid] = life_line[1]

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import importlib
+import math
 import mmap
 import os
 import re
@@ -39,7 +40,6 @@ _MAP_FIXED = 0x10  # of Linux and macOS; Python's module lacks it
 _COPIED = 2**24  # bytes: the most that a fork of a worker copies
 _EPHEMERAL = (49_152, 65_535)  # IANA's range for outgoing connections (RFC 6335)
 _POOL = "PENSTOCK_POOL_"
-_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFSOCK: "socket", stat.S_IFIFO: "pipe"}
 
 FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
@@ -138,14 +138,16 @@ def umask() -> int:
         os.close(fd)
 
 
-def raise_file_limit(needed: int) -> None:
-    """Let this process open so many files, or as many as its hard limit allows. The soft limit of macOS is 256."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        needed = min(needed, hard)
-    if soft != resource.RLIM_INFINITY and needed > soft:
+def allow_files(needed: int) -> float:
+    """Let this process open so many files, or as many as its hard limit allows. Returns the soft limit, which is 256 on
+    macOS at first; inf: there is none."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if (wanted := min(needed, hard)) > soft:
         with contextlib.suppress(OSError, ValueError):  # a sandbox
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
+            return wanted
+    return soft
 
 
 def open_descriptors() -> dict[int, str]:
@@ -160,8 +162,7 @@ def open_descriptors() -> dict[int, str]:
                 status = os.fstat(int(name))
                 # Shared memory of macOS has no kind.
                 if status.st_nlink or stat.S_IFMT(status.st_mode) not in (0, stat.S_IFREG):
-                    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "another kind")
-                    found[int(name)] = f"{kind}, inode {status.st_ino}"
+                    found[int(name)] = f"{stat.filemode(status.st_mode)}, inode {status.st_ino}"
     return found
 
 

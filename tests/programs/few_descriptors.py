@@ -13,7 +13,7 @@ given = json.loads(sys.argv[1])
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 REFUSED = r"3 workers need about (\d+) file descriptors and this process may open only (\d+) more: .*ulimit -n.*"
 
-system.raise_file_limit = lambda needed: None
+allow_files, system.allow_files = system.allow_files, lambda needed: allow_files(0)
 
 
 def attempt(limit: int) -> str:
