@@ -240,8 +240,9 @@ def _refuse_unsafe_fork(start_method: str) -> None:
         )
 
 
-# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its control socket, its pidfd.
-_DESCRIPTORS_PER_WORKER = 2 * system.WAKE_UP_FDS + 5
+# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its control socket, and its pidfd
+# where a wake-up is one descriptor.
+_DESCRIPTORS_PER_WORKER = 6 + system.WAKE_UP_FDS
 _DESCRIPTORS_BESIDE = 32  # the shared blocks, the supervisor, and what one start takes
 _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of marking.py
 
