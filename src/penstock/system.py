@@ -152,7 +152,11 @@ def allow_files(needed: int) -> float:
 
 def open_descriptors() -> dict[int, str]:
     """The open descriptors of this process that are not penstock's shared memory, and what each is."""
-    found = {}
+    found, paths = {}, dict[int, str]()
+    if PORTABLE:
+        import psutil
+
+        paths = {each.fd: each.path for each in psutil.Process().open_files()}
     for name in os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ():
         with contextlib.suppress(OSError):  # that of the listing itself
             if sys.platform == "linux" and not PORTABLE:
@@ -162,7 +166,7 @@ def open_descriptors() -> dict[int, str]:
                 status = os.fstat(int(name))
                 # Shared memory of macOS has no kind.
                 if status.st_nlink or stat.S_IFMT(status.st_mode) not in (0, stat.S_IFREG):
-                    found[int(name)] = f"{stat.filemode(status.st_mode)}, inode {status.st_ino}"
+                    found[int(name)] = paths.get(int(name), f"{stat.filemode(status.st_mode)}, inode {status.st_ino}")
     return found
 
 

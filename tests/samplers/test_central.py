@@ -216,7 +216,7 @@ class Watched(CountingEnv):
     def step(self, action: Any) -> Any:
         os.write(self.file, self.half)
         for _ in range(20):
-            os.sched_yield()
+            time.sleep(0)
         os.write(self.file, self.half)
         return super().step(action)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -295,7 +296,7 @@ def race(me: int, owners: np.typing.NDArray[np.int64], rounds: np.typing.NDArray
         for cpu in cpus:
             before = owners[cpu - MASK[0]]
             owners[cpu - MASK[0]] = me
-            os.sched_yield()
+            time.sleep(0)  # let others run
             if before > 0 or owners[cpu - MASK[0]] != me:
                 rounds[0] = -me
             owners[cpu - MASK[0]] = 0
