@@ -23,7 +23,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 #: Whether the twins are in use. Below, `sys.platform` stands beside it, since mypy understands that.
@@ -377,9 +377,12 @@ def marked_with(name: str) -> list[int]:
 def with_descendants(pids: Iterable[int]) -> set[int]:
     """These processes, their children, and so on."""
     left, found = list(pids), set[int]()
-    children: Mapping[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     if PORTABLE:
-        children = _all_children()
+        import psutil
+
+        for process in psutil.process_iter(["ppid"]):
+            children.setdefault(process.info["ppid"], []).append(process.pid)
     while left:
         if (pid := left.pop()) in found:
             continue
@@ -389,16 +392,6 @@ def with_descendants(pids: Iterable[int]) -> set[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
                 left += map(int, file.read().split())
     return found
-
-
-def _all_children() -> dict[int, list[int]]:
-    import psutil
-
-    children: dict[int, list[int]] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            children.setdefault(process.ppid(), []).append(process.pid)
-    return children
 
 
 def rss(pid: int) -> int:
