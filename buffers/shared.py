@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import math
 import mmap
+import os
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +64,17 @@ class NamedMemory:
 
     _descriptor: InheritedFd | None = None  #: of the shared memory or the file
 
-    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = BATCH_REMEDY) -> None:
-        """An error says that `purpose` needs the memory, and what to do: `remedy`."""
+    def __init__(
+        self,
+        specs: NamedArrays,
+        *,
+        shared: bool,
+        purpose: str,
+        remedy: str = BATCH_REMEDY,
+        make_file: Callable[[], InheritedFd] = lambda: InheritedFd(system.anonymous_memory("penstock")),
+    ) -> None:
+        """An error says that `purpose` needs the memory, and what to do: `remedy`. `make_file` makes the empty file of
+        shared memory."""
         self._lay_out(specs)
         # np.zeros succeeds even without enough memory, and the system kills the process later.
         check_memory(self.nbytes, purpose, remedy)
@@ -71,7 +82,7 @@ class NamedMemory:
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
             return
         try:
-            self._allocate(InheritedFd(system.anonymous_memory("penstock")))
+            self._allocate(make_file())
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
             # Descriptors are missing, or a signal handler of the user's has raised a TimeoutError.
             if error.errno in (errno.EMFILE, errno.ENFILE, None):
@@ -81,9 +92,22 @@ class NamedMemory:
                 f"(ulimit -v), or {remedy}"
             ) from error
 
+    @classmethod
+    def read_only(cls, fd: int, specs: NamedArrays, nbytes: int) -> NamedMemory:
+        """What another process has laid out in this file."""
+        memory = cls.__new__(cls)
+        memory.nbytes, memory.layout = nbytes, specs
+        memory._map(fd, access=mmap.ACCESS_READ)
+        return memory
+
+    def append(self, data: bytes) -> None:
+        """Write into the file of the shared memory, behind the arrays."""
+        assert self._descriptor is not None
+        os.pwrite(self._descriptor.fd, data, self.nbytes)
+
     def _lay_out(self, specs: NamedArrays) -> None:
         self.nbytes = 0  #: the size of all arrays in bytes, with the gaps between them; _place adds them up
-        self._layout = specs.map(self._place)
+        self.layout = specs.map(self._place)  #: the specs, with their offsets
 
     def _allocate(self, descriptor: InheritedFd) -> None:
         """Give an empty file its size, and map it. This object owns the descriptor from now on."""
@@ -100,9 +124,10 @@ class NamedMemory:
         self.nbytes = offset + spec.nbytes
         return ArraySpec(spec.shape, spec.dtype, offset)
 
-    def _map(self, fd: int) -> None:
+    def _map(self, fd: int, **options: Any) -> None:
         # Before Python 3.13, the mapping keeps a duplicate of the descriptor as long as it lives.
-        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        if sys.version_info >= (3, 13):
+            options["trackfd"] = False
         self._buffer = mmap.mmap(fd, max(1, self.nbytes), **options)
 
         def view(spec: ArraySpec) -> npt.NDArray[Any]:
@@ -111,7 +136,7 @@ class NamedMemory:
                 return np.zeros(spec.shape, spec.dtype)
             return np.frombuffer(self._buffer, spec.dtype, count, spec.offset).reshape(spec.shape)
 
-        self.arrays = self._layout.map(view)
+        self.arrays = self.layout.map(view)
         shared_mappings.add(self)
 
     @property
@@ -138,8 +163,8 @@ class NamedMemory:
     def __getstate__(self) -> tuple[int, NamedArrays, InheritedFd]:
         if self._descriptor is None:
             raise self._not_shared()
-        return self.nbytes, self._layout, self._descriptor
+        return self.nbytes, self.layout, self._descriptor
 
     def __setstate__(self, state: tuple[int, NamedArrays, InheritedFd]) -> None:
-        self.nbytes, self._layout, self._descriptor = state
+        self.nbytes, self.layout, self._descriptor = state
         self._map(self._descriptor.fd)

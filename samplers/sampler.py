@@ -181,7 +181,8 @@ class Sampler(ABC):
                 if acting.has_processes:  # so that a learner on a GPU copies batches at full speed
                     resources.enter_context(run.agent.runtime.page_locked(run.memory.samples.whole))
                 allocation = schedule.connect(run, allocation, resources)
-                options = pool_options(self.config, allocation, has_death_logger=schedule.is_ahead)
+                kind = type(self).__name__
+                options = pool_options(self.config, allocation, kind, has_death_logger=schedule.is_ahead)
                 run.pool = acting.start(allocation, options, resources)
             self._run = run
             self._guard.start(self, run.pool)

@@ -21,6 +21,7 @@ from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import SamplerStateError
+from penstock.workers.about import run_file
 
 
 class Phase(enum.IntEnum):
@@ -75,6 +76,7 @@ LATE = RING  # how many rewards have come for agents that did not act
 RENEWALS, CUTS = RING + 1, RING + 2  # how often an environment was built again, and how many episodes it has cut
 # The parts of RESETTING: at the start, in evaluations and calls, between batches, and within them.
 FIRST, APART, BETWEEN, WITHIN = range(RING + 3, RING + 7)
+PID = RING + 7  # the worker's process id; 0 while it starts
 
 # The word ENV_RANK has, above these bits, which policy acts: its index + 1, or 0 where there is only one.
 WHO_BITS = 32
@@ -137,6 +139,10 @@ class Progress:
         passed, self._resetting = self.words[RESETTING] - self._resetting, self.words[RESETTING]
         self._n_results[part] += passed
         return passed
+
+    def note_pid(self, pid: int) -> None:
+        """Note which process writes this row."""
+        self._n_results[PID] = pid
 
     def enter(self, phase: Phase) -> int:
         """Note a change of phase and a heartbeat; returns `time.monotonic_ns()`."""
@@ -339,7 +345,7 @@ class ControlBlock:
             progress=ArraySpec((n_workers, ROW_WORDS), int64),
             timeline=ArraySpec((n_workers, 2 * most_rows + 1), int64),  # nanoseconds of time.monotonic_ns
         )
-        self.memory = NamedMemory(specs, shared=shared, purpose="the control block")
+        self.memory = NamedMemory(specs, shared=shared, purpose="the control block", make_file=run_file)
         self.memory.arrays.progress[:, T] = -1  # no time step yet
         self._bind()
 

@@ -16,6 +16,7 @@ from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
+from penstock.workers.about import announce
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
@@ -150,14 +151,17 @@ class WorkerPool:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
         new_gate = partial(Gate, self.control, spin_seconds=self._options.spin_seconds, yields=yields)
         server_gate = new_gate(plans[-1].worker_rank) if plans[-1].server_name else None
-        for plan in plans:
+        all_stacks = [StackFile() for _ in plans]
+        for stacks in all_stacks:
+            self._resources.callback(stacks.file.close)
+        announce(self.control.memory, plans, self._options, [stacks.file for stacks in all_stacks])
+        for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
             self._check_open()
             gate = server_gate if plan.server_name else new_gate(plan.worker_rank, server=server_gate)
             assert gate is not None
-            stacks = StackFile()
-            for resource in (gate.go, gate.done, stacks.file):
+            for resource in (gate.go, gate.done):
                 self._resources.callback(resource.close)
             self._start(plan, gate, ObjectPipe(), stacks)
         self._watch(range(len(plans)))

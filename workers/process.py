@@ -30,6 +30,7 @@ def worker_main(args: WorkerProcessArgs) -> int:
     """What a worker process calls. Returns its exit code."""
     code, pid, how = 1, os.getpid(), "returned from"
     progress = args.memory.control.progress(args.plan.worker_rank)
+    progress.note_pid(pid)
     try:
         _prepare(args)
         _run_commands(args)

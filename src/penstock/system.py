@@ -41,6 +41,7 @@ FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
 OWN_CGROUPS = os.devnull if PORTABLE else "/proc/self/cgroup"  #: the file that names the cgroups of this process
 WAKE_UP_FDS = 2 if PORTABLE else 1  #: how many descriptors a wake-up has
+OPENS_OTHERS = not PORTABLE  #: whether a process can open what another process of its user has open
 KEEPS_SENT = PORTABLE  #: whether a descriptor must stay open until it has arrived (Chromium's bug 298276)
 
 # ---- memory and files --------------------------------------------------------------------------
@@ -384,6 +385,45 @@ def _all_children() -> dict[int, list[int]]:
         with contextlib.suppress(psutil.Error):
             children.setdefault(process.ppid(), []).append(process.pid)
     return children
+
+
+def own_processes() -> list[int]:
+    """The ids of the processes of this user."""
+    found, me = [], os.geteuid()
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdigit() and entry.stat().st_uid == me:
+                found.append(int(entry.name))
+    return found
+
+
+def files_of(pid: int, name: str) -> list[str]:
+    """The paths at which this process can open the files of `anonymous_file(name)` that another has open. The twin, with
+    `OPENS_OTHERS` False, finds none. Raises `OSError` if the process has ended, or is another user's."""
+    found = []
+    if OPENS_OTHERS:
+        folder, start = f"/proc/{pid}/fd", f"/memfd:{name} "
+        for fd in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if os.readlink(path := f"{folder}/{fd}").startswith(start):
+                    found.append(path)
+    return found
+
+
+def ask_stacks(pid: int) -> None:
+    """Send ASK_STACKS to a process of this user. Raises `OSError` if it has ended, or has no handler: then the signal
+    would kill it. The twin cannot know, and always raises."""
+    if sys.platform != "linux" or PORTABLE:
+        raise OSError("this system does not say which signals a process handles")
+    watch = os.pidfd_open(pid)  # the signal comes to the process whose handlers are read here, or to none
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            handlers = int(file.read().partition("SigCgt:")[2].split()[0], 16)
+        if not handlers >> (ASK_STACKS - 1) & 1:
+            raise OSError("it has no handler of the signal that asks for its stack: it may have just started")
+        signal.pidfd_send_signal(watch, ASK_STACKS)
+    finally:
+        os.close(watch)
 
 
 def rss(pid: int) -> int:
