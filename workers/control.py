@@ -391,7 +391,7 @@ class ControlBlock:
             generation=ArraySpec((n_workers,), int64),
             replied=ArraySpec((n_workers, ROW_WORDS), int64),
             progress=ArraySpec((n_workers, ROW_WORDS), int64),
-            # By opening: in row t, the worker began to act at [2 t] and to step at [2 t + 1]; then the end of the batch.
+            # By opening: in row t, the worker began to act at [2 t] and to step at [2 t + 1]; then the end.
             timeline=ArraySpec((n_workers, n_rows, stamps), int64),
             records=ArraySpec((n_workers, N_KEPT, ROW_WORDS), int64),
             openings=ArraySpec((N_KEPT, 8), int64),
