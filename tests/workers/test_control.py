@@ -184,7 +184,8 @@ def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock)
         reset(seconds)
         clock.now += 128
         progress.end_batch(1, 1, clock.monotonic_ns())
-        progress.add_waiting(seconds)
+        now = clock.monotonic_ns()
+        progress.begin_record(now - seconds * 10**9, now)
         progress.arrived += 1
         reset(8 * seconds)
     progress.begin()
