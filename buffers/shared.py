@@ -63,6 +63,7 @@ class NamedMemory:
     """
 
     _descriptor: InheritedFd | None = None  #: of the shared memory or the file
+    _access = mmap.ACCESS_DEFAULT
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class NamedMemory:
     def read_only(cls, fd: int, specs: NamedArrays, nbytes: int) -> NamedMemory:
         """What another process has laid out in this file."""
         memory = cls.__new__(cls)
-        memory.nbytes, memory.layout = nbytes, specs
-        memory._map(fd, access=mmap.ACCESS_READ)
+        memory.nbytes, memory.layout, memory._access = nbytes, specs, mmap.ACCESS_READ
+        memory._map(fd)
         return memory
 
     def append(self, data: bytes) -> None:
@@ -124,11 +125,10 @@ class NamedMemory:
         self.nbytes = offset + spec.nbytes
         return ArraySpec(spec.shape, spec.dtype, offset)
 
-    def _map(self, fd: int, **options: Any) -> None:
+    def _map(self, fd: int) -> None:
         # Before Python 3.13, the mapping keeps a duplicate of the descriptor as long as it lives.
-        if sys.version_info >= (3, 13):
-            options["trackfd"] = False
-        self._buffer = mmap.mmap(fd, max(1, self.nbytes), **options)
+        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        self._buffer = mmap.mmap(fd, max(1, self.nbytes), access=self._access, **options)
 
         def view(spec: ArraySpec) -> npt.NDArray[Any]:
             count = math.prod(spec.shape)

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from penstock import system
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.workers.plan import PoolOptions, WorkerPlan
@@ -43,7 +44,7 @@ class _RunFile(InheritedFd):
         number = os.getpid() * 10**6 + next(_numbers)
         own = claim(_KIND, number)  # the first one removes the claims of killed processes
         if not isinstance(own, Claim):
-            raise PermissionError(f"another process has the run {number}")
+            raise PermissionError(f"another process has the claim {number}")
         self._claim, self._path = own, lock_folder(_KIND) / f"{number}.{_KIND}"
         for path in self._path.parent.glob(f"*.{_KIND}"):
             if not path.with_suffix(".lock").exists():
@@ -52,8 +53,7 @@ class _RunFile(InheritedFd):
 
     def close(self) -> None:
         if self._claim.is_active:  # not in a fork
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+            self._path.unlink(missing_ok=True)
             self._claim.release()
         super().close()
 
@@ -66,21 +66,8 @@ def run_file() -> InheritedFd:
     return InheritedFd(system.anonymous_memory(_NAME))
 
 
-def announce(
-    memory: NamedMemory, plans: Sequence[WorkerPlan], options: PoolOptions, stacks: Sequence[InheritedFd]
-) -> None:
-    """Write what this pool is behind the arrays of its control block."""
-    workers = [
-        {
-            "rank": plan.worker_rank,
-            "columns": [plan.columns.start, plan.columns.stop],
-            "env_ranks": [plan.env_ranks.start, plan.env_ranks.stop],
-            "cpus": list(plan.cpus),
-            "server": plan.server_name,
-            "stacks": os.fstat(file.fd).st_ino,
-        }
-        for plan, file in zip(plans, stacks, strict=True)
-    ]
+def announce(memory: NamedMemory, plans: Sequence[WorkerPlan], options: PoolOptions, stacks: Sequence[int]) -> None:
+    """Write what this pool is behind the arrays of its control block. `stacks`: the inodes of its stack files."""
     about = {
         "format": FORMAT,
         "version": sys.modules["penstock"].__version__,
@@ -90,40 +77,39 @@ def announce(
         "batch_B": sum(len(plan.env_ranks) for plan in plans),
         "began": time.monotonic(),
         "command": " ".join(sys.orig_argv)[:1000],
+        "workers": [(p.server_name, p.env_ranks.start, p.env_ranks.stop, p.cpus) for p in plans],
+        "stacks": stacks,
         "nbytes": memory.nbytes,
-        "layout": {name: [spec.offset, spec.shape, spec.dtype.str] for name, spec in memory.layout.leaves()},
-        "workers": workers,
+        "layout": {name: (spec.offset, spec.shape, spec.dtype.str) for name, spec in memory.layout.items()},
     }
     with contextlib.suppress(OSError):  # no memory is left: the run matters more
         memory.append(b"\0" + json.dumps(about).encode())
 
 
-def paths(pid: int | None = None) -> Iterator[tuple[int, str]]:
-    """The control blocks of this process, or of all of this user: the process, and the path at which it can be opened.
-    Raises `OSError` if this one process has ended, or is another user's."""
-    if not system.OPENS_OTHERS:
+def paths(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """The control blocks that these processes have open, and for each the path at which it can be opened. Raises
+    `OSError` if one of them has ended, or is another user's."""
+    if system.OPENS_OTHERS:
+        yield from ((pid, path) for pid in pids for path in system.files_of(pid, _NAME))
+    else:
         from penstock.workers.claims import lock_folder
 
-        for path in sorted(lock_folder(_KIND).glob(f"*.{_KIND}")):
-            if pid in (None, owner := int(path.stem) // 10**6):
-                yield owner, str(path)
-        return
-    for one in system.own_processes() if pid is None else [pid]:
-        with contextlib.suppress(OSError) if pid is None else contextlib.nullcontext():
-            yield from ((one, path) for path in system.files_of(one, _NAME))
+        found = {path: int(path.stem) // 10**6 for path in lock_folder(_KIND).glob(f"*.{_KIND}")}
+        yield from ((pid, str(path)) for path, pid in found.items() if pid in pids)
 
 
-def read(path: str) -> tuple[dict[str, Any], NamedMemory | None]:
-    """What the control block at this path is, and its arrays, for reading only; None if it has another format. Raises
-    `OSError` or `ValueError` if it cannot be read, or not yet."""
+def read(path: str) -> tuple[dict[str, Any], NamedMemory]:
+    """What the control block at this path is, and its arrays, for reading only. Raises `ConfigError` if it has another
+    format, and `OSError`, `ValueError`, `TypeError` or `LookupError` if it cannot be read, or not yet."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         about = json.loads(os.pread(fd, _MOST, max(0, os.fstat(fd).st_size - _MOST)).rpartition(b"\0")[2])
         if about["format"] != FORMAT:
-            return about, None
+            raise ConfigError(
+                f"process {about['pid']} runs penstock {about['version']}. Its control block has format "
+                f"{about['format']}, and this version reads {FORMAT}: use `penstock top` of the Python of that process"
+            )
         layout = {name: ArraySpec(tuple(of[1]), np.dtype(of[2]), of[0]) for name, of in about["layout"].items()}
         return about, NamedMemory.read_only(fd, NamedArrays(layout), about["nbytes"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"what is behind the arrays is no description: {error!r}") from error
     finally:
         os.close(fd)

@@ -154,7 +154,7 @@ class WorkerPool:
         all_stacks = [StackFile() for _ in plans]
         for stacks in all_stacks:
             self._resources.callback(stacks.file.close)
-        announce(self.control.memory, plans, self._options, [stacks.file for stacks in all_stacks])
+        announce(self.control.memory, plans, self._options, [stacks.inode for stacks in all_stacks])
         for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now

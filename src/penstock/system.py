@@ -387,26 +387,14 @@ def _all_children() -> dict[int, list[int]]:
     return children
 
 
-def own_processes() -> list[int]:
-    """The ids of the processes of this user."""
-    found, me = [], os.geteuid()
-    for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError):  # it has ended
-            if entry.name.isdigit() and entry.stat().st_uid == me:
-                found.append(int(entry.name))
-    return found
-
-
 def files_of(pid: int, name: str) -> list[str]:
-    """The paths at which this process can open the files of `anonymous_file(name)` that another has open. The twin, with
-    `OPENS_OTHERS` False, finds none. Raises `OSError` if the process has ended, or is another user's."""
-    found = []
-    if OPENS_OTHERS:
-        folder, start = f"/proc/{pid}/fd", f"/memfd:{name} "
-        for fd in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                if os.readlink(path := f"{folder}/{fd}").startswith(start):
-                    found.append(path)
+    """The paths at which this process can open each `anonymous_file(name)` that another one has open. Raises `OSError`
+    if that has ended, or is another user's."""
+    folder, found = f"/proc/{pid}/fd", []
+    for fd in os.listdir(folder) if OPENS_OTHERS else ():
+        with contextlib.suppress(OSError):  # it was closed
+            if os.readlink(path := f"{folder}/{fd}").startswith(f"/memfd:{name} "):
+                found.append(path)
     return found
 
 
