@@ -65,7 +65,7 @@ class Run:
         self.control.__setstate__(memory)
         self.plans = [
             WorkerPlan(worker_rank=i, columns=range(*envs), env_ranks=range(*envs), cpus=tuple(cpus), server_name=name)
-            for i, (name, *envs, cpus) in enumerate(what["workers"])
+            for i, (name, *envs, cpus) in enumerate(what["plans"])
         ]
         watch = system.watch_end(pid)
         self._watch = None if watch is None else InheritedFd(watch)
@@ -298,4 +298,11 @@ def _stacks(runs: Runs, ranks: Sequence[int]) -> int:
 
 
 def _trace(runs: Runs, file: str) -> int:
-    raise NotImplementedError
+    """All runs in one file, on one clock. They need not help, so their main processes may hang."""
+    from penstock.workers import tracing
+
+    names = "version", "kind", "pid", "batch_T", "batch_B", "workers"
+    found = [(run.arrays, {name: run.what[name] for name in names}, run.ended) for run in runs.found]
+    path = tracing.write(file, [tracing.read(*of, is_over=bool(ended)) for *of, ended in found])
+    print(f"{path} has the last batches of {len(found)} samplers or vector environments: open it in ui.perfetto.dev")
+    return 0

@@ -68,16 +68,14 @@ def run_file() -> InheritedFd:
 
 def announce(memory: NamedMemory, plans: Sequence[WorkerPlan], options: PoolOptions, stacks: Sequence[int]) -> None:
     """Write what this pool is behind the arrays of its control block. `stacks`: the inodes of its stack files."""
+    from penstock.workers.tracing import describe
+
     about = {
+        **describe(options, plans),
         "format": FORMAT,
-        "version": sys.modules["penstock"].__version__,
-        "kind": options.kind,
-        "pid": os.getpid(),
-        "batch_T": options.batch_T,
-        "batch_B": sum(len(plan.env_ranks) for plan in plans),
         "began": time.monotonic(),
         "command": " ".join(sys.orig_argv)[:1000],
-        "workers": [(p.server_name, p.env_ranks.start, p.env_ranks.stop, p.cpus) for p in plans],
+        "plans": [(p.server_name, p.env_ranks.start, p.env_ranks.stop, p.cpus) for p in plans],
         "stacks": stacks,
         "nbytes": memory.nbytes,
         "layout": {name: (spec.offset, spec.shape, spec.dtype.str) for name, spec in memory.layout.items()},

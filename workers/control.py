@@ -14,7 +14,7 @@ import itertools
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -423,6 +423,8 @@ class ControlBlock:
         self._openings, self._served = memoryview(arrays.openings).cast("B"), memoryview(arrays.served).cast("B")
         self._opening_words: Any = self._openings.cast("q")
         self._events = memoryview(arrays.events).cast("B")
+        #: Called after each wait of the main process; see `tracing.SlowBatches`.
+        self.watcher: Callable[[int, ControlBlock, Callable[[], Any]], None] | None = None
         #: How often gates were opened; how many workers there are; whether each opening was for all of them.
         self.n_openings, self._n_ranks, self._is_together = 0, 0, True
         self._n_served, self._n_events = itertools.count(), itertools.count()  # several threads may note events

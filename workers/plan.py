@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -72,9 +73,10 @@ class PoolOptions:
     spin_seconds: float = SPIN_SECONDS  #: how long the main process and the workers spin before they sleep
     preload: Sequence[str] = ()  #: modules that the supervisor imports once, so that workers start faster
     keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command
-    kind: str = "pool"  #: what `penstock top` calls it: the class whose pool it is
-    batch_T: int = 0  #: for `penstock top` too; 0: it has no batches
     has_death_logger: bool = False  #: a thread looks for failures while the main process does not wait
+    kind: str = ""  #: the class that the user has made, and its `batch_T`, 0 without batches: for traces and `top`
+    batch_T: int = 0
+    crash_dir: str | os.PathLike[str] | None = None  #: a folder for a trace of each failure
     #: For the status of a worker that has failed: what its failure can be repeated from. It has a text `advice`.
     episode_of: Callable[[Any], Any] | None = None
 

@@ -1,0 +1,457 @@
+"""A trace of what has happened, from the rings of a control block, in the format of Chrome and Perfetto.
+
+`read` makes spans from the arrays, which another process may write meanwhile. `write` makes a file of them. Neither
+needs a sampler: `penstock top` calls them with the arrays of other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import penstock
+from penstock.arguments import integer, must_be, number
+from penstock.buffers.ordering import fence
+from penstock.errors import ConfigError, brief
+from penstock.workers import control as c
+from penstock.workers.control import HEARTBEAT, N_KEPT, ControlBlock, Phase
+from penstock.workers.plan import PoolOptions, WorkerPlan, span
+
+_log = logging.getLogger("penstock")
+
+_MAIN, _MARKS, _SERVER, _WORKERS = 1, 2, 3, 4  # the numbers of tracks; the first of the workers has the last one
+_GAP_NS = 20_000  # the shortest time that is shown between two batches, and as the learner's
+_NAMES = "itr {}", "evaluation itr {}", "call"  # by kind
+_PARTS = {"acting_ms": c.ACTING, "stepping_ms": c.STEPPING, "resetting_ms": c.RESETTING, "waiting_ms": c.WAITING}
+_WARM_UP = 20  # batches before the first that may be slow
+
+Span = tuple[int, str, str, int, int, Mapping[str, Any] | None]  # track, name, category, begin, end, arguments
+Point = tuple[str, int, str, int, int]  # phase, track, name, time, number of the flow
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What has happened in one pool, in nanoseconds of its `time.monotonic_ns`."""
+
+    about: Mapping[str, Any]  #: see `describe`, with the pids of the workers
+    tracks: Mapping[int, str]  #: their names
+    spans: list[Span]
+    points: list[Point]
+
+    def shifted(self, by: int) -> Recorded:
+        """The same on another clock."""
+        spans = [(track, name, kind, a + by, b + by, args) for track, name, kind, a, b, args in self.spans]
+        points = [(phase, track, name, at + by, key) for phase, track, name, at, key in self.points]
+        return replace(self, spans=spans, points=points)
+
+
+def describe(options: PoolOptions, plans: Sequence[WorkerPlan]) -> dict[str, Any]:
+    """What the rings do not say."""
+    return {
+        "version": penstock.__version__,
+        "kind": options.kind,
+        "pid": os.getpid(),
+        "batch_T": options.batch_T,
+        "batch_B": sum(len(plan.env_ranks) for plan in plans),
+        "workers": [
+            {"env_ranks": [plan.env_ranks.start, plan.env_ranks.stop]} for plan in plans if not plan.server_name
+        ],
+    }
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def _stable(ring: Any) -> Any:
+    """A copy of a ring that nothing announces. What changes meanwhile is 0."""
+    copy = ring.copy()
+    fence()
+    copy[(copy != ring).any(-1)] = 0
+    return copy
+
+
+class _Worker:
+    """The records of one worker: those that were complete when they were copied."""
+
+    def __init__(self, arrays: Any, rank: int) -> None:
+        self.row: list[int] = arrays.progress[rank].tolist()
+        last = self.row[c.ARRIVED]
+        fence()
+        records, self._stamps = arrays.records[rank].copy(), arrays.timeline[rank].copy()
+        fence()
+        current = int(arrays.progress[rank, c.ARRIVED]) + 1  # it may have been written meanwhile
+        self._first_stamped = current - len(self._stamps) + 1
+        #: By the number of the opening.
+        self.records: dict[int, list[int]] = {
+            k: records[k % N_KEPT].tolist() for k in range(max(1, current - N_KEPT + 1), last + 1)
+        }
+        #: When the worker came to barrier_in, and saw the opening that it runs; None if it runs none.
+        self.running: list[int] | None = None
+        if self.row[c.BEGUN] == last + 1 and last + 1 > current - N_KEPT:
+            self.running = records[(last + 1) % N_KEPT, :2].tolist()
+
+    def rows(self, number: int, saw: int, end: int) -> list[int]:
+        """The stamps of this opening, if it has any and they are kept. They begin within the record."""
+        found: list[int] = self._stamps[number % len(self._stamps)].tolist() if number >= self._first_stamped else []
+        at = saw
+        for i, stamp in enumerate(found):
+            if not at <= stamp <= end:  # of an earlier opening, or not written yet
+                return found[:i]
+            at = stamp
+        return found
+
+
+def read(arrays: Any, about: Mapping[str, Any], *, is_over: bool = False) -> Recorded:
+    """All spans of a pool. `arrays` are those of its control block, and `about` is what `describe` has returned.
+    `is_over`: it has ended. Otherwise, what still runs ends now."""
+    workers = [_Worker(arrays, rank) for rank in range(len(about["workers"]))]
+    openings = {opening[c.NUMBER]: opening for opening in _stable(arrays.openings).tolist() if opening[c.NUMBER]}
+    events, served = _stable(arrays.events).tolist(), _stable(arrays.served).tolist()
+    now = time.monotonic_ns()
+    if is_over:
+        stamps = [worker.row[HEARTBEAT] for worker in workers]
+        stamps += [max(opening[c.OPENED : c.DONE + 1]) for opening in openings.values()]
+        now = min(now, max([*stamps, *(event[2] for event in events)], default=now))
+    pids = arrays.n_results[: len(workers), c.PID].tolist()
+    maker = _Maker(workers, openings, now, in_place=pids == [about["pid"]], has_rows=about["batch_T"] > 0)
+    for rank in range(len(workers)):
+        restarts = [began for kind, began, _, value in events if kind == c.RESTARTED and value == rank]
+        maker.add_worker(rank, restarts, _stable(arrays.resets[rank]).tolist())
+    maker.add_main()
+    names = [name.decode(errors="replace") for name in arrays.names.tolist()]
+    more = maker.add_events(events, names)
+    maker.spans += [
+        (_SERVER, f"act for {n} environments" if n else "values", "server", began, ended, {"version": version})
+        for began, ended, n, version in served
+        if 0 < began <= ended
+    ]
+    tracks = {_MAIN: "main process", _MARKS: "marks and publications"}
+    if any(entry[0] for entry in served):
+        tracks[_SERVER] = "inference server"
+    for rank, worker in enumerate(about["workers"]):
+        env_ranks = range(*worker["env_ranks"])
+        tracks[_WORKERS + rank] = f"worker {rank}" + (f": env_rank {span(env_ranks)}" if env_ranks else "")
+    first = _WORKERS + len(workers)
+    tracks |= dict.fromkeys(range(first, first + more), tracks[_MARKS])
+    return Recorded({**about, "pids": pids}, tracks, maker.spans, maker.points)
+
+
+class _Maker:
+    """Makes the spans and points of one pool."""
+
+    def __init__(
+        self,
+        workers: Sequence[_Worker],
+        openings: Mapping[int, list[int]],
+        now: int,
+        *,
+        in_place: bool,
+        has_rows: bool,
+    ) -> None:
+        self._workers, self._openings, self._now = workers, openings, now
+        self._in_place, self._has_rows = in_place, has_rows
+        self.spans: list[Span] = []
+        self.points: list[Point] = []
+        # By opening: when each worker was at barrier_out, and which. One that is not there yet is the slowest.
+        self._at_gate: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        for rank, worker in enumerate(workers):
+            for k, record in worker.records.items():
+                self._at_gate[k].append((record[HEARTBEAT], rank))
+            self._at_gate[worker.row[c.ARRIVED] + 1].append((math.inf, rank))
+
+    def _name(self, opening: Sequence[int] | None, number: int) -> str:
+        if number == 1:
+            return "start-up"
+        if opening is None or not opening[c.KIND]:
+            return _NAMES[0].format("?" if opening is None else opening[c.ITR]) if self._has_rows else "step"
+        return _NAMES[opening[c.KIND]].format(opening[c.ITR])
+
+    # ---- a worker ----------------------------------------------------------------------------
+
+    def add_worker(self, rank: int, restarts: Sequence[int], resets: Sequence[Sequence[int]]) -> None:
+        """Its commands, their rows, waits and resets."""
+        worker, track, before = self._workers[rank], _WORKERS + rank, None
+        for k, record in worker.records.items():
+            self._add_command(rank, k, record, before, restarts)
+            before = record
+        row = worker.row
+        if worker.running is not None:
+            self._add_command(rank, row[c.ARRIVED] + 1, row, before, restarts)
+        elif row[c.PHASE] == Phase.WAITING and row[c.ARRIVED] and not self._in_place:
+            self._add_wait(rank, row[c.ARRIVED] + 1, row[HEARTBEAT], self._now)
+        if row[c.PHASE] == Phase.RESETTING:  # it runs still
+            resets = [*resets, (row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now)]
+        for env_rank, t, began, ended in resets:
+            if 0 < began <= ended:
+                self.spans.append((track, f"reset env_rank {env_rank}", "reset", began, ended, {"t": t}))
+
+    def _add_command(
+        self, rank: int, k: int, record: list[int], before: list[int] | None, restarts: Sequence[int]
+    ) -> None:
+        """Command k, its rows, and what was before it. `before`: the record of the one before, if it is kept."""
+        worker, track, opening = self._workers[rank], _WORKERS + rank, self._openings.get(k)
+        if opening is not None and not opening[c.TOGETHER]:
+            opening = None
+        came, saw, end = record[c.CAME], record[c.SAW], record[HEARTBEAT]
+        if runs := record is worker.row:
+            (came, saw), end = worker.running or (0, 0), self._now
+        if k == 1 or not came:  # it did not come from a gate
+            saw = end if opening is None else opening[c.OPENED]
+        elif not self._in_place:
+            if before is not None and came - before[HEARTBEAT] > _GAP_NS:
+                is_lost = any(before[HEARTBEAT] < at < came for at in restarts)
+                name = "lost, and started again" if is_lost else "between two batches"
+                self.spans.append((track, name, "between", before[HEARTBEAT], came, None))
+            self._add_wait(rank, k, came, saw)
+            if opening is not None:
+                self._add_flows(track, k << 16 | rank << 1, opening, saw, math.inf if runs else end)
+        args = {"opening": k, "version": record[c.VERSION]}
+        if before is not None:
+            args["steps"] = record[c.STEPS] - before[c.STEPS]
+            args |= {name: (record[word] - before[word]) / 1e6 for name, word in _PARTS.items()}
+        self.spans.append((track, self._name(opening, k), "batch", saw, end, args))
+        self._add_rows(track, worker.rows(k, saw, end) + [end] * runs)
+
+    def _add_rows(self, track: int, stamps: Sequence[int]) -> None:
+        for i, (a, b) in enumerate(pairwise(stamps)):
+            if a < b:
+                self.spans.append((track, ("acting", "stepping")[i % 2], "row", a, b, {"t": i // 2}))
+
+    def _add_flows(self, track: int, key: int, opening: Sequence[int], saw: int, end: float) -> None:
+        """From the opening to the worker; and from its end to the wait, if that has ended later."""
+        opened, asked, done = opening[c.OPENED : c.DONE + 1]
+        self.points += ("s", _MAIN, "batch", opened, key), ("f", track, "batch", saw, key)
+        if done >= max(end, asked):
+            self.points += ("s", track, "batch", int(end), key + 1), ("f", _MAIN, "batch", done, key + 1)
+
+    def _add_wait(self, rank: int, k: int, came: int, saw: int) -> None:
+        """It waited for opening k: for other workers until all had completed the one before, then for the main
+        process."""
+        all_at, slowest = max(self._at_gate.get(k - 1, ()), default=(0, rank))
+        middle = int(min(max(came, all_at), saw))
+        for name, a, b in (("barrier_out", came, middle), ("barrier_in", middle, saw)):
+            if a < b:
+                args = {"waits_for": f"worker {slowest}" if name == "barrier_out" else "main process"}
+                self.spans.append((_WORKERS + rank, name, "wait", a, b, args))
+
+    # ---- the main process --------------------------------------------------------------------
+
+    def add_main(self) -> None:
+        """When it opened gates, when it waited, and the time between: the learner's."""
+        found = []
+        for k, opening in self._openings.items():
+            name, args, (opened, asked, done) = self._name(opening, k), {"opening": k}, opening[c.OPENED : c.DONE + 1]
+            if self._in_place:  # it has worked itself
+                done = record[HEARTBEAT] if (record := self._workers[0].records.get(k)) else self._now
+            is_ahead = asked - opened > 10 * _GAP_NS
+            if is_ahead or not done:
+                found.append((opened, opened + 1000, f"start {name}", args))
+            if asked > opened or done:
+                end = done if done >= asked else self._now
+                found.append((asked if is_ahead else opened, end, f"wait for {name}", args))
+        ended = 0
+        for began, end, name, args in sorted(found, key=lambda entry: entry[:2]):
+            if ended and began - ended > _GAP_NS:
+                self.spans.append((_MAIN, "learner", "learner", ended, began, None))
+            if max(began, ended) < end:
+                self.spans.append((_MAIN, name, "wait", max(began, ended), end, args))
+                ended = end
+
+    def add_events(self, events: Sequence[Sequence[int]], names: Sequence[str]) -> int:
+        """Publications, marks and restarts. Returns how many more tracks they need than one: spans of several threads
+        may overlap."""
+        lanes: list[list[int]] = [[]]  # the ends of the spans that are open
+        for kind, began, ended, value in sorted(events, key=lambda event: (event[1], -event[2])):
+            if kind == c.RESTARTED:
+                self.points.append(("i", _WORKERS + value, f"worker {value} failed and is replaced", began, 0))
+            elif kind and 0 < began <= ended:
+                for lane in lanes:
+                    while lane and lane[-1] <= began:
+                        lane.pop()
+                    if not lane or ended <= lane[-1]:
+                        break
+                else:
+                    lanes.append(lane := [])
+                lane.append(ended)
+                i = next(i for i, other in enumerate(lanes) if other is lane)
+                track = _MARKS if i == 0 else _WORKERS + len(self._workers) + i - 1
+                is_mark = kind == c.MARKED
+                name = names[value] if is_mark else f"publish version {value}"
+                args = None if is_mark else {"version": value}
+                self.spans.append((track, name, "mark" if is_mark else "publish", began, ended, args))
+        return len(lanes) - 1
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: Any = None) -> Path:
+    """Write a file for Perfetto, https://ui.perfetto.dev, or chrome://tracing. `profile`: see `Sampler.trace`. Raises
+    `ConfigError` if it cannot be written, or `profile` cannot be read."""
+    path = Path(path)
+    part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
+    try:
+        theirs, base = ([], None) if profile is None else _of_torch(profile, part, recorded)
+        if base is None:
+            base = min((entry[3] for one in recorded for entry in one.spans), default=0) + offset
+        with open(part, "w") as file:
+            facts = [one.about for one in recorded]
+            head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "penstock": facts if facts[1:] else facts[0]}
+            file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+            lines = [json.dumps(event) for event in theirs]
+            lines += [line for one in recorded for line in _lines(one, base - offset)]
+            file.write(",\n".join(lines) + "\n]}\n")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise ConfigError(
+            f"the trace cannot be written to {os.fspath(path)!r}: {error}. Give a file in a folder that exists"
+        ) from error
+    return path
+
+
+def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
+    """Write a trace because of `why`, beside what the user has asked for: if it fails, that goes on."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _log.warning("%s: a trace is in %s", why, write(path, recorded()))
+    except Exception as error:
+        _log.warning("%s, and its trace could not be written: %s", why, error)
+
+
+def _lines(one: Recorded, base: int) -> Iterator[str]:
+    """The events, as JSON. Times are in microseconds after `base`."""
+    pid, dumps = one.about["pid"], json.dumps
+    yield f'{{"ph":"M","pid":{pid},"tid":0,"name":"process_name","args":{dumps({"name": one.about["kind"]})}}}'
+    for track, name in one.tracks.items():
+        place = f'{{"ph":"M","pid":{pid},"tid":{track}'
+        yield f'{place},"name":"thread_name","args":{dumps({"name": name})}}}'
+        yield f'{place},"name":"thread_sort_index","args":{{"sort_index":{track}}}}}'
+    for track, name, category, began, ended, args in sorted(one.spans, key=lambda entry: (entry[3], -entry[4])):
+        yield (
+            f'{{"ph":"X","pid":{pid},"tid":{track},"name":{dumps(name)},"cat":"{category}",'
+            f'"ts":{(began - base) / 1000:.3f},"dur":{(ended - began) / 1000:.3f}'
+            + (f',"args":{dumps(args)}}}' if args else "}")
+        )
+    for phase, track, name, at, key in one.points:
+        more = {"s": f'"id":{key}', "f": f'"id":{key},"bp":"e"', "i": '"s":"t"'}[phase]
+        category = "restart" if phase == "i" else "batch"
+        yield (
+            f'{{"ph":"{phase}","pid":{pid},"tid":{track},"name":{dumps(name)},"cat":"{category}",'
+            f'"ts":{(at - base) / 1000:.3f},{more}}}'
+        )
+
+
+def _of_torch(profile: Any, part: Path, recorded: Sequence[Recorded]) -> tuple[list[dict[str, Any]], int | None]:
+    """The events of torch's profiler, and the Unix time in nanoseconds that its times are relative to."""
+    if not isinstance(profile, str | os.PathLike):
+        file = part.with_name(f"{part.name}.torch")
+        try:
+            profile.export_chrome_trace(os.fspath(file))
+            data = json.loads(file.read_text())
+        except Exception as error:  # torch raises AssertionError, RuntimeError and others
+            raise ConfigError(
+                "profile must be a torch.profiler.profile that has been stopped and not exported yet (leave its "
+                f"`with` block first), or the file that it has exported, got {brief(profile)}: {error}"
+            ) from error
+        finally:
+            file.unlink(missing_ok=True)
+    else:
+        try:
+            data = json.loads(Path(profile).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"profile={os.fspath(profile)!r} is no trace of torch's profiler: {error}") from error
+    tracks = {one.about["pid"]: max(one.tracks) for one in recorded}
+    events = []
+    for event in data.get("traceEvents", ()):
+        pid, tid = event.get("pid"), event.get("tid")
+        if pid not in tracks or (event.get("name"), event["ph"]) != ("process_name", "M"):  # ours has its name
+            if isinstance(tid, int) and tid <= tracks.get(pid, -1):  # in a container, numbers of threads are small
+                event["tid"] = tid + (1 << 22)
+            events.append(event)
+    return events, data.get("baseTimeNanoseconds", 0)
+
+
+# ---- marks and slow batches ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mark(control: ControlBlock, name: str) -> Iterator[None]:
+    """See `Sampler.mark`."""
+    must_be("name", name, isinstance(name, str) and bool(name), "a text that says what the time is spent on")
+    began = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        control.note_mark(name, began)
+
+
+class SlowBatches:
+    """Writes a trace after each slow batch; see `Sampler.trace_when_slow`."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], factor: float, least: float, most: int, env_ranks: Sequence[range]
+    ) -> None:
+        self._folder, self._factor = os.fspath(folder), number("factor", factor, 1e9)
+        must_be("factor", factor, self._factor > 1, "above 1: a batch that takes so many times as long is slow")
+        self._least, self._left = number("least", least, 1e9) * 1e9, integer("most", most, 1)
+        self._env_ranks, self._n, self._usual = env_ranks, 0, 0.0
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"folder={self._folder!r} cannot be made: {error}. Give another one") from error
+
+    def __call__(self, k: int, control: ControlBlock, recorded: Callable[[], Sequence[Recorded]]) -> None:
+        """The main process has waited for opening k."""
+        arrays = control.memory.arrays
+        opening = arrays.openings[k % N_KEPT].tolist()
+        if k == 1 or opening[c.KIND] or not self._left:
+            return
+        slowest, took = self._slowest(arrays, k, opening)
+        usual, self._n = self._usual, self._n + 1
+        # A very slow one changes little.
+        most = self._factor * usual if self._n > _WARM_UP else math.inf
+        self._usual += (min(took, most) - usual) / min(self._n, 50)
+        if took > max(most, self._least) and self._n > _WARM_UP:
+            self._left -= 1
+            why = f"itr {opening[c.ITR]} took {took / 1e6:.1f} ms, usually {usual / 1e6:.1f} ms"
+            if slowest is not None:
+                why += self._explain(arrays, k, slowest)
+            write_or_warn(os.path.join(self._folder, f"itr-{opening[c.ITR]}-{k}.trace.json"), recorded, why)
+
+    def _slowest(self, arrays: Any, k: int, opening: Sequence[int]) -> tuple[int | None, float]:
+        """The worker that came last to barrier_out, and how long the batch took: from the opening, or from the end of
+        the batch before, until then."""
+        n = len(self._env_ranks)
+        records = arrays.records[:n, k % N_KEPT]
+        if not n or not (records[:, c.BEGUN] == k).all():  # shards have their own
+            return None, opening[c.DONE] - opening[c.OPENED]
+        began = max(opening[c.OPENED], int(arrays.records[:n, (k - 1) % N_KEPT, HEARTBEAT].max()))
+        slowest = int(records[:, HEARTBEAT].argmax())
+        return slowest, int(records[slowest, HEARTBEAT]) - began
+
+    def _explain(self, arrays: Any, k: int, rank: int) -> str:
+        record = arrays.records[rank, k % N_KEPT].tolist()
+        text = f": worker {rank} (env_rank {span(self._env_ranks[rank])}) was the last"
+        steps = np.diff(_Worker(arrays, rank).rows(k, record[c.SAW], record[HEARTBEAT]))
+        if not len(steps):
+            return text
+        i = int(steps.argmax())
+        text += f", and {('acted', 'stepped')[i % 2]} for {steps[i] / 1e6:.1f} ms at t={i // 2}"
+        for env_rank, _, began, ended in arrays.resets[rank].tolist():
+            if record[c.SAW] <= began and ended <= record[HEARTBEAT] and (ended - began) * 2 > steps[i]:
+                text += f", of which it reset env_rank {env_rank} for {(ended - began) / 1e6:.1f} ms"
+        return text
