@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -274,14 +275,12 @@ def run(args: argparse.Namespace, panel: Any = None) -> int:
 @contextmanager
 def _screen(is_live: bool) -> Iterator[Callable[[str], object]]:
     """What shows a text; in the place of the one before, if it `is_live`."""
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError:  # nodes lack extras
-        Live = None
-    if not is_live or Live is None:
+    if not is_live or find_spec("rich") is None:  # nodes lack extras
         yield lambda text: print("\x1b[H\x1b[J" * is_live + text, flush=True)
         return
+    from rich.live import Live
+    from rich.text import Text
+
     with Live(screen=True, auto_refresh=False) as live:
         yield lambda text: live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
 
@@ -301,8 +300,10 @@ def _trace(runs: Runs, file: str) -> int:
     """All runs in one file, on one clock. They need not help, so their main processes may hang."""
     from penstock.workers import tracing
 
-    names = "version", "kind", "pid", "batch_T", "batch_B", "workers"
-    found = [(run.arrays, {name: run.what[name] for name in names}, run.ended) for run in runs.found]
-    path = tracing.write(file, [tracing.read(*of, is_over=bool(ended)) for *of, ended in found])
+    names, found = ("version", "kind", "pid", "batch_T", "batch_B", "workers"), []
+    for run in runs.found:
+        facts = {name: run.what[name] for name in names}
+        found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
+    path = tracing.write(file, found)
     print(f"{path} has the last batches of {len(found)} samplers or vector environments: open it in ui.perfetto.dev")
     return 0
