@@ -73,7 +73,7 @@ def test_what_was_asked_for_is_no_crash() -> None:
     assert stacks.read() == ""
     crash = "Fatal Python error: Aborted\n\n" + ANSWER.format("Current", 7, LOOP)
     os.write(stacks.file.fd, crash.encode())
-    assert stacks.read() == crash.strip()
+    assert stacks.read() == crash.strip().replace("\n\n", "\n")
     stacks.file.close()
 
 
