@@ -27,7 +27,7 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.shared import NamedMemory
 from penstock.errors import ConfigError
 from penstock.workers import about
-from penstock.workers.control import PID, ControlBlock, Phase, ProgressSnapshot
+from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.handle import StackFile, status_of
 from penstock.workers.plan import WorkerPlan, span
@@ -38,6 +38,7 @@ SerialSampler has no workers, so it is not shown. See docs/see.md."""
 _NOTHING = "no sampler or vector environment of this user has workers on this machine"
 _IDLE = (Phase.WAITING, Phase.SERVING, Phase.CLOSED)
 _UNREADABLE = ProgressSnapshot(Phase.CLOSED, -1, 0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+_NO_RUN = OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError  # it cannot be read, or not yet
 _SILENT = 5.0  # seconds without progress after which a worker is marked
 _KEPT_SECONDS = 60.0  # how long a run is shown that has ended
 _SCAN_SECONDS, _SCAN_SHARE = 3.0, 0.05  # how often it looks for new runs, and how much of its time that may take
@@ -77,7 +78,8 @@ class Run:
 
     def look(self) -> dict[str, Any]:
         """What `--json` prints. Rates and shares are of the time since the last look."""
-        now, last, n = time.monotonic(), self.control.opened[0], len(self.plans)
+        now, n = time.monotonic(), len(self.plans)
+        runs = min(self.control.opened[0], 1 + int(self.arrays.progress[:n, ARRIVED].min()))  # more may be open ahead
         sizes = [system.rss(self.status(plan).pid) for plan in self.plans]
         if self.ended is None and self._has_ended(any(sizes)):
             self.ended = now
@@ -88,8 +90,8 @@ class Run:
             **{key: self.what[key] for key in ("kind", "pid", "batch_T", "batch_B", "command", "version")},
             "main": "has ended" if self.ended else main,
             "seconds": (self.ended or now) - self.what["began"],
-            "itr": self.control.command(0, last).itr,
-            "opening": last,
+            "itr": self.control.command(0, runs).itr,
+            "opening": runs,
             "steps_per_second": sum(row["steps_per_second"] for row in rows),
             "workers": rows,
         }
@@ -156,11 +158,11 @@ class Run:
         """The Python stack of this worker, under a line that names it. Nothing else happens to the worker."""
         status, inode = self.status(plan), self.what["stacks"][plan.worker_rank]
         try:
-            mine = [path for path in system.files_of(status.pid, "penstock-stack") if os.stat(path).st_ino == inode]
-            file = StackFile(os.open(mine[0], os.O_RDONLY | os.O_CLOEXEC))
+            files = system.files_of(status.pid, "penstock-stack")
+            file = StackFile(next(os.open(path, os.O_RDONLY) for path in files if os.stat(path).st_ino == inode))
             text = file.answer_to(lambda: system.ask_stacks(status.pid)) or "it does not answer"
-        except (OSError, IndexError) as error:
-            text = f"its stack cannot be read: {error}"
+        except (OSError, StopIteration) as error:
+            text = f"no stack: {error if status.pid else 'it has not started yet'}"
         return f"{self.what['kind']} pid {self.pid}, {status}, {status.doing}:\n{text}\n"
 
 
@@ -191,7 +193,7 @@ class Runs:
             raise ConfigError(f"there is no process {pid}") from None
 
     def _add(self, pid: int, path: str) -> None:
-        with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):  # no control block, or not yet
+        with suppress(*_NO_RUN):
             if (key := (pid, os.stat(path).st_ino)) in self._known:
                 return
             try:
@@ -230,8 +232,11 @@ def frame(found: Sequence[dict[str, Any]], width: int = _NARROW) -> str:
             shares, envs = [f"{share:.0%}" for share in row["shares"].values()], range(*row["env_ranks"])
             cells = [row["worker"], row["pid"], span(envs) if envs else "-", f"{row['steps_per_second']:,.0f}", *shares]
             cells += [row["restarts"], f"{row['rss'] / 2**20:,.0f}"]
+            is_stuck = (
+                row["silent"] >= _SILENT and row["progress"]["phase"] != "REQUESTING"
+            )  # that one waits for others
             doing = f"{row['doing']} for {row['silent']:.1f} s" if row["silent"] >= 0.1 else row["doing"]
-            doing += "  <- NO PROGRESS" if row["silent"] >= _SILENT else ""
+            doing += "  <- NO PROGRESS" if is_stuck else ""
             doing += "  <- ITS PROCESS HAS ENDED" if row["pid"] and not (row["rss"] or has_ended) else ""
             lines += [" ".join(f"{cells[i]!s:>{len(_COLUMNS[i])}}" for i in columns) + f"  {doing}"]
         lines += [f"... and {len(rows) - _MOST_ROWS} more, which made progress later"] * (len(rows) > _MOST_ROWS) + [""]
