@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import ray
 from ray import exceptions as ray_errors
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -76,7 +74,6 @@ class Shard:
     plan: ShardPlan
     earlier: tuple[WorkerStats, ...]  #: figures of the workers of all actors before this one
     figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, in its last reply
-    timeline: npt.NDArray[np.float64] | None = None  #: of its last reply
     actor: Any = None
     generation: int = 0
     started: Started | None = None  #: None until it is ready
@@ -185,7 +182,7 @@ class ShardPool:
         cls = self._cls.options(**actor_options(self._needs, strategy), max_restarts=0, max_task_retries=0)
         shard.actor = cls.remote(index, shard.generation)
         shard.started, shard.node, shard.ping, shard.since = None, None, None, time.monotonic()
-        shard.earlier, shard.figures, shard.timeline = shard.totals(), (), None
+        shard.earlier, shard.figures = shard.totals(), ()
         shard.versions = [1] * len(self._versions)
         shard.orders = deque([(0, shard.actor.start.remote(self._spec))])
         self._ready = deque(other for other in self._ready if other is not shard)
@@ -294,7 +291,6 @@ class ShardPool:
             shard.started, shard.node = reply, reply.node
         else:
             shard.figures = reply.workers
-            shard.timeline = reply.timeline.copy()  # Ray frees the rest
         shard.orders.popleft()
         return shard, number, reply
 

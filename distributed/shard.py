@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from penstock import errors
@@ -143,7 +142,6 @@ class Reply:
     results: Trajectories  #: finished trajectories, or the results of a call
     versions: tuple[int, ...]  #: by policy: the version of the parameters that acted
     workers: tuple[WorkerStats, ...]  #: the figures of its workers
-    timeline: npt.NDArray[np.float64]
 
 
 class ShardHost:
@@ -225,7 +223,7 @@ class ShardHost:
                 arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
             versions = tuple(memory.version for memory in shared)
             results = [_portable(item) for item in results]
-            return Reply(arrays, results, versions, sampler.stats().workers, sampler.timeline())
+            return Reply(arrays, results, versions, sampler.stats().workers)
         except BaseException as error:
             return Failure.of(error)
 

@@ -10,9 +10,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from penstock.agents import Agent, FunctionAgent
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
@@ -458,17 +455,6 @@ class Sampler(ABC):
         if version is None:  # before the first batch there are the same keys
             version = run.by_policy(dict.fromkeys(run.agents))
         return run.metrics.figures(self.stats(), server, version)
-
-    def timeline(self) -> npt.NDArray[np.float64]:
-        """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
-        began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch. In games in
-        turns, row t is round t. There are as many rows as the worker with the most has rounds, and those of the others
-        are followed by the end of their batches."""
-        run = self._require_run("timeline")
-        times = np.stack([run.memory.control.timeline(plan.worker_rank) for plan in run.plans])
-        if not run.seating.in_turns:
-            return times
-        return times[:, : int((times < times[:, -1:]).sum(1).max()) + 1]
 
     def trace(
         self, path: str | os.PathLike[str], *, profile: torch.profiler.profile | str | os.PathLike[str] | None = None

@@ -308,7 +308,10 @@ def _trace(runs: Runs, file: str) -> int:
     names, found = ("version", "kind", "pid", "batch_T", "batch_B", "workers"), []
     for run in runs.found:
         facts = {name: run.what[name] for name in names}
-        found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
+        try:
+            found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"no trace can show what process {run.pid} has left in its memory: {error!r}") from error
     path = tracing.write(file, found)
     print(f"{path} has the last batches of {len(found)} samplers or vector environments: open it in ui.perfetto.dev")
     return 0

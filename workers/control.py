@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
@@ -203,7 +202,7 @@ class Progress:
         self.enter(Phase.DECORRELATING)
 
     def begin_row(self, t: int) -> int:
-        """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic_ns()`."""
+        """As `begin_acting`, outside a batch: it has no stamps. Returns `time.monotonic_ns()`."""
         self.words[T] = t
         now = self.enter(Phase.ACTING)
         if self._main[QUIT]:
@@ -341,7 +340,7 @@ class Progress:
 
 
 class UntimedProgress(Progress):
-    """For rows that do not belong to the timeline and the totals of training: an evaluation, or a second policy."""
+    """For rows that do not belong to the stamps and the totals of training: an evaluation, or a second policy."""
 
     def begin_acting(self, t: int) -> None:
         self.begin_row(t)
@@ -655,10 +654,3 @@ class ControlBlock:
         counts: Any = [self._n_results[worker_rank, word] for word in (LATE, RENEWALS, CUTS)]
         counts += [self._n_results[worker_rank, word] * 1e-9 for word in (FIRST, BETWEEN, WITHIN)]
         return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, *counts)
-
-    def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
-        """Times of the worker's last batch, `[2 most_rows + 1]`, in seconds of `time.monotonic`. In row t, the worker
-        began to act at `[2 t]` and to step at `[2 t + 1]`. What follows is the end of the batch."""
-        rows = self.memory.arrays.timeline[worker_rank]
-        stamps: npt.NDArray[np.float64] = rows[rows[:, 0].argmax()] / 1e9
-        return stamps

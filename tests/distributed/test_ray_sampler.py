@@ -232,7 +232,6 @@ def test_calls_parameters_statistics_and_errors(monkeypatch: pytest.MonkeyPatch)
             sampler.state_dict()
         with pytest.raises(ConfigError, match="RaySampler do not go together"):
             sampler.episode(0, 0)
-        assert sampler.timeline().shape == (2, 21)
         assert sampler.n_workers == 2
         assert len(sampler.worker_pids) == 2
         assert "shard 1 (node" in repr(sampler)
