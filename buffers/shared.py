@@ -9,10 +9,8 @@ from __future__ import annotations
 import errno
 import math
 import mmap
-import os
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,17 +63,8 @@ class NamedMemory:
     _descriptor: InheritedFd | None = None  #: of the shared memory or the file
     _access = mmap.ACCESS_DEFAULT
 
-    def __init__(
-        self,
-        specs: NamedArrays,
-        *,
-        shared: bool,
-        purpose: str,
-        remedy: str = BATCH_REMEDY,
-        make_file: Callable[[], InheritedFd] = lambda: InheritedFd(system.anonymous_memory("penstock")),
-    ) -> None:
-        """An error says that `purpose` needs the memory, and what to do: `remedy`. `make_file` makes the empty file of
-        shared memory."""
+    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = BATCH_REMEDY) -> None:
+        """An error says that `purpose` needs the memory, and what to do: `remedy`."""
         self._lay_out(specs)
         # np.zeros succeeds even without enough memory, and the system kills the process later.
         check_memory(self.nbytes, purpose, remedy)
@@ -83,7 +72,7 @@ class NamedMemory:
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
             return
         try:
-            self._allocate(make_file())
+            self._allocate(self._new_file())
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
             # Descriptors are missing, or a signal handler of the user's has raised a TimeoutError.
             if error.errno in (errno.EMFILE, errno.ENFILE, None):
@@ -93,22 +82,13 @@ class NamedMemory:
                 f"(ulimit -v), or {remedy}"
             ) from error
 
-    @classmethod
-    def read_only(cls, fd: int, specs: NamedArrays, nbytes: int) -> NamedMemory:
-        """What another process has laid out in this file."""
-        memory = cls.__new__(cls)
-        memory.nbytes, memory.layout, memory._access = nbytes, specs, mmap.ACCESS_READ
-        memory._map(fd)
-        return memory
-
-    def append(self, data: bytes) -> None:
-        """Write into the file of the shared memory, behind the arrays."""
-        assert self._descriptor is not None
-        os.pwrite(self._descriptor.fd, data, self.nbytes)
+    def _new_file(self) -> InheritedFd:
+        """An empty file for the shared memory."""
+        return InheritedFd(system.anonymous_memory("penstock"))
 
     def _lay_out(self, specs: NamedArrays) -> None:
         self.nbytes = 0  #: the size of all arrays in bytes, with the gaps between them; _place adds them up
-        self.layout = specs.map(self._place)  #: the specs, with their offsets
+        self._layout = specs.map(self._place)
 
     def _allocate(self, descriptor: InheritedFd) -> None:
         """Give an empty file its size, and map it. This object owns the descriptor from now on."""
@@ -136,7 +116,7 @@ class NamedMemory:
                 return np.zeros(spec.shape, spec.dtype)
             return np.frombuffer(self._buffer, spec.dtype, count, spec.offset).reshape(spec.shape)
 
-        self.arrays = self.layout.map(view)
+        self.arrays = self._layout.map(view)
         shared_mappings.add(self)
 
     @property
@@ -163,8 +143,8 @@ class NamedMemory:
     def __getstate__(self) -> tuple[int, NamedArrays, InheritedFd]:
         if self._descriptor is None:
             raise self._not_shared()
-        return self.nbytes, self.layout, self._descriptor
+        return self.nbytes, self._layout, self._descriptor
 
     def __setstate__(self, state: tuple[int, NamedArrays, InheritedFd]) -> None:
-        self.nbytes, self.layout, self._descriptor = state
+        self.nbytes, self._layout, self._descriptor = state
         self._map(self._descriptor.fd)

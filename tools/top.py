@@ -19,12 +19,12 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import psutil
 
 from penstock import system
 from penstock.arguments import seconds
 from penstock.buffers.descriptors import InheritedFd
-from penstock.buffers.shared import NamedMemory
 from penstock.errors import ConfigError
 from penstock.workers import about
 from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase, ProgressSnapshot
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Run:
     """One pool of another process. When that has ended, what it has written last can still be read."""
 
-    def __init__(self, pid: int, what: dict[str, Any], memory: NamedMemory) -> None:
+    def __init__(self, pid: int, what: dict[str, Any], memory: about.RunMemory) -> None:
         self.pid, self.what, self.arrays = pid, what, memory.arrays
         self.control = ControlBlock.__new__(ControlBlock)
         self.control.__setstate__(memory)
@@ -72,9 +72,8 @@ class Run:
         watch = system.watch_end(pid)
         self._watch = None if watch is None else InheritedFd(watch)
         self.ended: float | None = None  #: when its end was seen
-        self._before: dict[int, tuple[float, ...]] = {}
-        self._moves: dict[int, tuple[Any, float]] = {}
-        self.facts = self.look()
+        self._before, self._moves = dict[int, Any](), dict[int, Any]()  # by rank: the last figures, the last move
+        self.look()  # what cannot be read raises here
 
     def look(self) -> dict[str, Any]:
         """What `--json` prints. Rates and shares are of the time since the last look."""
@@ -83,19 +82,17 @@ class Run:
         sizes = [system.rss(self.status(plan).pid) for plan in self.plans]
         if self.ended is None and self._has_ended(any(sizes)):
             self.ended = now
-        rows = [self._row(plan, now, size) for plan, size in zip(self.plans, sizes, strict=True)]
         n_busy = len(self.control.pending(n))
         main = f"waits for {n_busy} of {n} workers" if n_busy else f"has the results of all {n} workers"
-        self.facts = {
-            **{key: self.what[key] for key in ("kind", "pid", "batch_T", "batch_B", "command", "version")},
-            "main": "has ended" if self.ended else main,
-            "seconds": (self.ended or now) - self.what["began"],
+        rows = [self._row(plan, now, size) for plan, size in zip(self.plans, sizes, strict=True)]
+        facts = {name: self.what[name] for name in ("kind", "pid", "batch_T", "batch_B", "command", "version")}
+        facts |= {
             "itr": self.control.command(0, runs).itr,
             "opening": runs,
-            "steps_per_second": sum(row["steps_per_second"] for row in rows),
-            "workers": rows,
+            "main": "has ended" if self.ended else main,
         }
-        return self.facts
+        facts |= {"seconds": (self.ended or now) - self.what["began"], "workers": rows}
+        return facts | {"steps_per_second": sum(row["steps_per_second"] for row in rows)}
 
     def _has_ended(self, has_workers: bool) -> bool:
         """Whether the process has ended, or has closed this pool."""
@@ -114,45 +111,26 @@ class Run:
 
     def _row(self, plan: WorkerPlan, now: float, size: int) -> dict[str, Any]:
         status, rank = self.status(plan), plan.worker_rank
-        seen, n_envs = status.progress, len(plan.env_ranks)
-        is_idle = seen.phase in _IDLE
-        steps = seen.steps + (0 if is_idle else max(0, seen.t) * n_envs)  # `steps` is of complete batches
+        seen, is_idle = status.progress, status.progress.phase in _IDLE
+        steps = seen.steps + (0 if is_idle else max(0, seen.t) * len(plan.env_ranks))  # `steps` is of complete batches
         waiting = seen.waiting + (now - seen.heartbeat if is_idle and not self.ended else 0.0)
-        moved = seen.phase, seen.t, seen.env_rank, seen.batches  # within a row, the heartbeat stays
-        before, since = self._moves.get(rank, (moved, self.what["began"]))
-        self._moves[rank] = moved, since if moved == before else now
-        old, new = (
-            self._before.get(rank, (self.what["began"], 0.0, 0.0, 0.0, 0.0)),
-            (
-                now,
-                steps,
-                seen.acting,
-                seen.stepping,
-                waiting,
-            ),
-        )
-        self._before[rank] = new
-        passed, n, acting, stepping, idle = (max(0.0, b - a) for a, b in zip(old, new, strict=True))
+        new = np.array([now, steps, seen.acting, seen.stepping, waiting])
+        old, self._before[rank] = self._before.get(rank, np.array([self.what["began"], 0, 0, 0, 0])), new
+        passed, n, acting, stepping, idle = np.maximum(0.0, new - old).tolist()
         if not acting + stepping:  # no batch has ended since: the shares of all batches
             acting, stepping = seen.acting, seen.stepping
         idle = min(1.0, idle / passed) if passed else 0.0
         busy = (1.0 - idle) / ((acting + stepping) or 1.0)
-        silent = now - max(seen.heartbeat, self._moves[rank][1])
-        return {
-            "worker": rank,
-            "name": plan.name,
-            "pid": status.pid,
-            "cpus": plan.cpus,
-            "env_ranks": [plan.env_ranks.start, plan.env_ranks.stop],
-            "doing": "unreadable" if seen is _UNREADABLE else status.doing,
-            "silent": 0.0 if is_idle or self.ended else max(0.0, silent),
-            "steps_per_second": n / passed if passed else 0.0,
-            "shares": {"acting": busy * acting, "stepping": busy * stepping, "idle": idle},
-            "restarts": self.control.generation(rank),
-            "version": self.control.version(rank),
-            "rss": size,
-            "progress": {**asdict(seen), "phase": seen.phase.name},
-        }
+        moved = seen.phase, seen.t, seen.env_rank, seen.batches  # within a row, the heartbeat stays
+        before, since = self._moves.get(rank, (moved, self.what["began"]))
+        self._moves[rank] = moved, since if moved == before else now
+        silent = 0.0 if is_idle or self.ended else max(0.0, now - max(seen.heartbeat, self._moves[rank][1]))
+        row = {"worker": rank, "name": plan.name, "pid": status.pid, "rss": size, "cpus": plan.cpus}
+        row |= {"env_ranks": [plan.env_ranks.start, plan.env_ranks.stop], "restarts": self.control.generation(rank)}
+        row |= {"doing": "unreadable" if seen is _UNREADABLE else status.doing, "silent": silent}
+        row |= {"steps_per_second": n / passed if passed else 0.0, "version": self.control.version(rank)}
+        row |= {"shares": {"acting": busy * acting, "stepping": busy * stepping, "idle": idle}}
+        return row | {"progress": {**asdict(seen), "phase": seen.phase.name}}
 
     def stack(self, plan: WorkerPlan) -> str:
         """The Python stack of this worker, under a line that names it. Nothing else happens to the worker."""
@@ -186,24 +164,22 @@ class Runs:
         """Note the pools of this process that are new."""
         try:
             for _, path in about.paths([pid]):
-                self._add(pid, path)
+                with suppress(*_NO_RUN):
+                    if (key := (pid, os.stat(path).st_ino)) not in self._known:
+                        self._add(pid, path)
+                        self._known.add(key)
         except PermissionError:
             raise ConfigError(f"process {pid} is another user's: only that user and root see what it does") from None
         except OSError:
             raise ConfigError(f"there is no process {pid}") from None
 
     def _add(self, pid: int, path: str) -> None:
-        with suppress(*_NO_RUN):
-            if (key := (pid, os.stat(path).st_ino)) in self._known:
-                return
-            try:
-                what, memory = about.read(path)
-                if what["pid"] == pid:  # workers and forks have it open too
-                    self.found.append(Run(pid, what, memory))
-            except ConfigError as error:
-                if str(error) not in self.refused:
-                    self.refused.append(str(error))
-            self._known.add(key)
+        try:
+            what, memory = about.RunMemory.read(path)
+            if what["pid"] == pid:  # workers and forks have it open too
+                self.found.append(Run(pid, what, memory))
+        except ConfigError as error:
+            self.refused += {str(error)} - {*self.refused}
 
     def look(self) -> list[dict[str, Any]]:
         """What `--json` prints of each run."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.workers.plan import PoolOptions, WorkerPlan
+    from penstock.workers.plan import WorkerPlan
 
 FORMAT = 1  #: of the control block: raise it when a word or an array gets another meaning
 _NAME, _KIND = "penstock-run", "run"
@@ -58,30 +59,50 @@ class _RunFile(InheritedFd):
         super().close()
 
 
-def run_file() -> InheritedFd:
-    """The empty file of a control block."""
-    if not system.OPENS_OTHERS:
-        with contextlib.suppress(OSError, RuntimeError):  # no such folder, or no locks: `top` does not see this run
-            return _RunFile()
-    return InheritedFd(system.anonymous_memory(_NAME))
+class RunMemory(NamedMemory):
+    """The memory of a control block."""
 
+    def _new_file(self) -> InheritedFd:
+        if not system.OPENS_OTHERS:
+            with contextlib.suppress(OSError, RuntimeError):  # no such folder, or no locks: `top` does not see this run
+                return _RunFile()
+        return InheritedFd(system.anonymous_memory(_NAME))
 
-def announce(memory: NamedMemory, plans: Sequence[WorkerPlan], options: PoolOptions, stacks: Sequence[int]) -> None:
-    """Write what this pool is behind the arrays of its control block. `stacks`: the inodes of its stack files."""
-    from penstock.workers.tracing import describe
+    def announce(self, described: Mapping[str, Any], plans: Sequence[WorkerPlan], stacks: Sequence[int]) -> None:
+        """Write what this pool is behind the arrays. `described`: see `tracing.describe`; `stacks`: the inodes of the
+        stack files."""
+        assert self._descriptor is not None
+        about = {
+            **described,
+            "format": FORMAT,
+            "began": time.monotonic(),
+            "command": " ".join(sys.orig_argv)[:1000],
+            "plans": [(plan.server_name, plan.env_ranks.start, plan.env_ranks.stop, plan.cpus) for plan in plans],
+            "stacks": stacks,
+            "nbytes": self.nbytes,
+            "layout": {name: (spec.offset, spec.shape, spec.dtype.str) for name, spec in self._layout.items()},
+        }
+        with contextlib.suppress(OSError):  # no memory is left: the run matters more
+            os.pwrite(self._descriptor.fd, b"\0" + json.dumps(about).encode(), self.nbytes)
 
-    about = {
-        **describe(options, plans),
-        "format": FORMAT,
-        "began": time.monotonic(),
-        "command": " ".join(sys.orig_argv)[:1000],
-        "plans": [(p.server_name, p.env_ranks.start, p.env_ranks.stop, p.cpus) for p in plans],
-        "stacks": stacks,
-        "nbytes": memory.nbytes,
-        "layout": {name: (spec.offset, spec.shape, spec.dtype.str) for name, spec in memory.layout.items()},
-    }
-    with contextlib.suppress(OSError):  # no memory is left: the run matters more
-        memory.append(b"\0" + json.dumps(about).encode())
+    @classmethod
+    def read(cls, path: str) -> tuple[dict[str, Any], RunMemory]:
+        """What the control block at this path is, and its arrays, for reading only. Raises `ConfigError` if it has
+        another format, and many other errors if it cannot be read, or not yet."""
+        fd, memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC), cls.__new__(cls)
+        try:
+            about = json.loads(os.pread(fd, _MOST, max(0, os.fstat(fd).st_size - _MOST)).rpartition(b"\0")[2])
+            if about["format"] != FORMAT:
+                raise ConfigError(
+                    f"process {about['pid']} runs penstock {about['version']}. Its control block has format "
+                    f"{about['format']}, and this version reads {FORMAT}: use `penstock top` of that Python"
+                )
+            specs = {name: ArraySpec(tuple(of[1]), np.dtype(of[2]), of[0]) for name, of in about["layout"].items()}
+            memory.nbytes, memory._layout, memory._access = about["nbytes"], NamedArrays(specs), mmap.ACCESS_READ
+            memory._map(fd)
+            return about, memory
+        finally:
+            os.close(fd)
 
 
 def paths(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
@@ -92,22 +113,5 @@ def paths(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
     else:
         from penstock.workers.claims import lock_folder
 
-        found = {path: int(path.stem) // 10**6 for path in lock_folder(_KIND).glob(f"*.{_KIND}")}
-        yield from ((pid, str(path)) for path, pid in found.items() if pid in pids)
-
-
-def read(path: str) -> tuple[dict[str, Any], NamedMemory]:
-    """What the control block at this path is, and its arrays, for reading only. Raises `ConfigError` if it has another
-    format, and `OSError`, `ValueError`, `TypeError` or `LookupError` if it cannot be read, or not yet."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        about = json.loads(os.pread(fd, _MOST, max(0, os.fstat(fd).st_size - _MOST)).rpartition(b"\0")[2])
-        if about["format"] != FORMAT:
-            raise ConfigError(
-                f"process {about['pid']} runs penstock {about['version']}. Its control block has format "
-                f"{about['format']}, and this version reads {FORMAT}: use `penstock top` of the Python of that process"
-            )
-        layout = {name: ArraySpec(tuple(of[1]), np.dtype(of[2]), of[0]) for name, of in about["layout"].items()}
-        return about, NamedMemory.read_only(fd, NamedArrays(layout), about["nbytes"])
-    finally:
-        os.close(fd)
+        found = ((int(path.stem) // 10**6, str(path)) for path in lock_folder(_KIND).glob(f"*.{_KIND}"))
+        yield from (each for each in found if each[0] in pids)

@@ -22,9 +22,9 @@ import numpy as np
 
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
-from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.buffers.shared import ArraySpec
 from penstock.errors import SamplerStateError
-from penstock.workers.about import run_file
+from penstock.workers.about import RunMemory
 
 
 class Phase(enum.IntEnum):
@@ -400,7 +400,7 @@ class ControlBlock:
             events=ArraySpec((N_EVENTS, 4), int64),  # kind, begin, end; the version, index in `names` or worker
             names=ArraySpec((N_NAMES,), np.dtype("S32")),  # of marks
         )
-        self.memory = NamedMemory(specs, shared=shared, purpose="the control block", make_file=run_file)
+        self.memory = RunMemory(specs, shared=shared, purpose="the control block")
         self.memory.arrays.progress[:, T] = -1  # no time step yet
         self._bind()
 
@@ -428,10 +428,10 @@ class ControlBlock:
         self.n_openings, self._n_ranks, self._is_together = 0, 0, True
         self._n_served, self._n_events = itertools.count(), itertools.count()  # several threads may note events
 
-    def __getstate__(self) -> NamedMemory:
+    def __getstate__(self) -> RunMemory:
         return self.memory
 
-    def __setstate__(self, memory: NamedMemory) -> None:
+    def __setstate__(self, memory: RunMemory) -> None:
         self.memory = memory
         self._bind()
 

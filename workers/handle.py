@@ -38,11 +38,6 @@ class StackFile:
         """`fd`: the descriptor that this process was given of a file that another has made."""
         self.file = anonymous_file("penstock-stack") if fd is None else InheritedFd(fd)
 
-    @property
-    def inode(self) -> int:
-        """The number of the file, by which another process knows it."""
-        return os.fstat(self.file.fd).st_ino
-
     def install(self) -> None:
         """Worker: write here from now on, on a fatal signal or when the main process calls `ask`."""
         faulthandler.enable(self.file.fd, all_threads=True)

@@ -17,7 +17,6 @@ from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
-from penstock.workers.about import announce
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import ASKED, DONE, RESTARTED, Command, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
@@ -162,7 +161,10 @@ class WorkerPool:
         all_stacks = [StackFile() for _ in plans]
         for stacks in all_stacks:
             self._resources.callback(stacks.file.close)
-        announce(self.control.memory, plans, self._options, [stacks.inode for stacks in all_stacks])
+        from penstock.workers.tracing import describe
+
+        inodes = [os.fstat(stacks.file.fd).st_ino for stacks in all_stacks]
+        self.control.memory.announce(describe(self._options, plans), plans, inodes)
         for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
