@@ -428,9 +428,8 @@ class ShardPool:
         not answer is left out."""
         from penstock.workers import tracing  # here, since few need it
 
-        config, found = self._config, list[Recorded]()
-        about = tracing.describe("RaySampler", config.batch_T, ()) | {"batch_B": config.batch_B}
-        found.append(tracing.read(self._memory.control.memory.arrays, about, is_over=self._have_ended))
+        about = tracing.describe("RaySampler", self._config.batch_T, ()) | {"batch_B": self._config.batch_B}
+        found = [tracing.read(self._memory.control.memory.arrays, about, is_over=self._have_ended)]
         for shard in [] if self._have_ended else self._started:
             try:
                 waits = [self._ask_clock(shard) for _ in range(_CLOCK_LOOKS)]

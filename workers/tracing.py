@@ -35,6 +35,7 @@ _MAIN, _MARKS, _SERVER, _WORKERS = 1, 2, 3, 4  # the numbers of tracks; the firs
 _GAP_NS = 20_000  # the shortest time that is shown between two batches, and as the learner's
 _NAMES = "itr {}", "evaluation itr {}", "call"  # by kind
 _PARTS = {"acting_ms": c.ACTING, "stepping_ms": c.STEPPING, "resetting_ms": c.RESETTING, "waiting_ms": c.WAITING}
+_MOST_PIDS = 1 << 22  # what Linux allows
 _WARM_UP = 20  # batches before the first that may be slow
 
 Span = tuple[int, str, str, int, int, Mapping[str, Any] | None]  # track, name, category, begin, end, arguments
@@ -286,7 +287,7 @@ class _Maker:
 def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: Any = None) -> Path:
     """Write a file for Perfetto, https://ui.perfetto.dev, or chrome://tracing. `profile`: see `Sampler.trace`. Raises
     `ConfigError` if it cannot be written, or `profile` cannot be read."""
-    path = Path(path)
+    path, recorded = Path(path), _with_own_pids(recorded)
     part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
     try:
         theirs, base = ([], None) if profile is None else _of_torch(profile, part, recorded)
@@ -297,7 +298,7 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
             head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "penstock": facts if facts[1:] else facts[0]}
             file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
             lines = [json.dumps(event) for event in theirs]
-            lines += [line for one in recorded for line in _lines(one, base - offset)]
+            lines += [line for i, one in enumerate(recorded) for line in _lines(one, base - offset, i << 48)]
             file.write(",\n".join(lines) + "\n]}\n")
         part.replace(path)
     except OSError as error:
@@ -309,6 +310,17 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
     return path
 
 
+def _with_own_pids(recorded: Sequence[Recorded]) -> list[Recorded]:
+    """The same. Where processes of several machines have one number, all but one get other numbers."""
+    found: dict[int, Recorded] = {}
+    for one in recorded:
+        pid = one.about["pid"]
+        while pid in found:
+            pid += _MOST_PIDS
+        found[pid] = replace(one, about={**one.about, "pid": pid})
+    return list(found.values())
+
+
 def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
     """Write a trace because of `why`, beside what the user has asked for: if it fails, that goes on."""
     try:
@@ -318,7 +330,7 @@ def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: st
         _log.warning("%s, and its trace could not be written: %s", why, error)
 
 
-def _lines(one: Recorded, base: int) -> Iterator[str]:
+def _lines(one: Recorded, base: int, first_flow: int) -> Iterator[str]:
     """The events, as JSON. Times are in microseconds after `base`."""
     pid, dumps = one.about["pid"], json.dumps
     yield f'{{"ph":"M","pid":{pid},"tid":0,"name":"process_name","args":{dumps({"name": one.about["kind"]})}}}'
@@ -333,7 +345,7 @@ def _lines(one: Recorded, base: int) -> Iterator[str]:
             + (f',"args":{dumps(args)}}}' if args else "}")
         )
     for phase, track, name, at, key in one.points:
-        more = {"s": f'"id":{key}', "f": f'"id":{key},"bp":"e"', "i": '"s":"t"'}[phase]
+        more = '"s":"t"' if phase == "i" else f'"id":{first_flow + key}' + ',"bp":"e"' * (phase == "f")
         category = "restart" if phase == "i" else "batch"
         yield (
             f'{{"ph":"{phase}","pid":{pid},"tid":{track},"name":{dumps(name)},"cat":"{category}",'
@@ -366,7 +378,7 @@ def _of_torch(profile: Any, part: Path, recorded: Sequence[Recorded]) -> tuple[l
         pid, tid = event.get("pid"), event.get("tid")
         if pid not in tracks or (event.get("name"), event["ph"]) != ("process_name", "M"):  # ours has its name
             if isinstance(tid, int) and tid <= tracks.get(pid, -1):  # in a container, numbers of threads are small
-                event["tid"] = tid + (1 << 22)
+                event["tid"] = tid + _MOST_PIDS
             events.append(event)
     return events, data.get("baseTimeNanoseconds", 0)
 
