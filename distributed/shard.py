@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -163,6 +164,14 @@ class ShardHost:
         """From the next order on, act with these parameters of some policies."""
         for parameter in parameters:
             self._parameters[parameter[0]] = parameter
+
+    def clock(self) -> int:
+        """The time on this node, for traces."""
+        return time.monotonic_ns()
+
+    def recorded(self) -> Any:
+        """What its workers have done lately, for traces."""
+        return self._sampler.run.pool.recorded()
 
     def close(self) -> None:
         """Close the sampler. An order that runs gets an error as its reply."""

@@ -469,21 +469,32 @@ class ControlBlock:
             _WORDS.pack_into(self._commands, (rank * RING + number % RING) * _COMMAND_BYTES, *command)
             fence()
             opened[rank] = number  # last: it announces the command
-        self.n_openings = opening = self.n_openings + 1
-        if len(ranks) != self._n_ranks:  # the first opening is for all
-            self._n_ranks, self._is_together = len(ranks), opening == 1
-        itr, do_eval, has_message, version, _ = command
-        kind, at = do_eval + 2 * has_message, opening % N_KEPT * _COMMAND_BYTES
-        _OPENING.pack_into(self._openings, at, opening, itr, kind, version, now, now, 0, self._is_together)
+        self.note_opening(command, now, len(ranks))
         full_fence()
         for rank in ranks:
             if rows[rank, ASLEEP] != AWAKE or not HAS_FULL_FENCE:
                 asleep.append(rank)
         return asleep
 
+    def note_opening(self, command: Command, now: int, n_ranks: int) -> None:
+        """Main process: at this time, it has let so many workers run `command`."""
+        self.n_openings = opening = self.n_openings + 1
+        if n_ranks != self._n_ranks:  # the first opening is for all
+            self._n_ranks, self._is_together = n_ranks, opening == 1
+        itr, do_eval, has_message, version, _ = command
+        kind, at = do_eval + 2 * has_message, opening % N_KEPT * _OPENING.size
+        _OPENING.pack_into(self._openings, at, opening, itr, kind, version, now, now, 0, self._is_together)
+
     def note_wait(self, opening: int, word: int) -> None:
         """Main process: it begins (ASKED) or has ended (DONE) its wait for this opening."""
         self._opening_words[opening % N_KEPT * 8 + word] = time.monotonic_ns()
+
+    def note_no_wait(self, opening: int) -> bool:
+        """Main process: it asks for this opening, which is complete. Returns whether it does so for the first time."""
+        is_first = self._opening_words[opening % N_KEPT * 8 + DONE] == 0
+        if is_first:
+            self.note_wait(opening, ASKED)
+        return is_first
 
     def note_served(self, began_ns: int, ended_ns: int, n_envs: int, version: int) -> None:
         """Inference server: it has acted for so many environments."""

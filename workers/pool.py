@@ -283,8 +283,7 @@ class WorkerPool:
         Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
         if not self.has_completed(number) or not self._monitor.nothing_pending():
             self._wait_for_workers(during, look_first=True, until=lambda: self.has_completed(number), number=number)
-        elif number:
-            self.control.note_wait(number, ASKED)
+        elif number and self.control.note_no_wait(number):
             self._end_of_batch(number)
 
     def has_completed(self, number: int) -> bool:
@@ -428,7 +427,7 @@ class WorkerPool:
         """What has happened lately, for a trace."""
         from penstock.workers import tracing  # here, since few need it
 
-        about = tracing.describe(self._options, self._plans)
+        about = tracing.describe(self._options.kind, self._options.batch_T, self._plans)
         return [tracing.read(self.control.memory.arrays, about, is_over=self._have_ended)]
 
     def _trace_failure(self, folder: str | os.PathLike[str]) -> None:

@@ -27,7 +27,7 @@ from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, brief
 from penstock.workers import control as c
 from penstock.workers.control import HEARTBEAT, N_KEPT, ControlBlock, Phase
-from penstock.workers.plan import PoolOptions, WorkerPlan, span
+from penstock.workers.plan import WorkerPlan, span
 
 _log = logging.getLogger("penstock")
 
@@ -35,6 +35,7 @@ _MAIN, _MARKS, _SERVER, _WORKERS = 1, 2, 3, 4  # the numbers of tracks; the firs
 _GAP_NS = 20_000  # the shortest time that is shown between two batches, and as the learner's
 _NAMES = "itr {}", "evaluation itr {}", "call"  # by kind
 _PARTS = {"acting_ms": c.ACTING, "stepping_ms": c.STEPPING, "resetting_ms": c.RESETTING, "waiting_ms": c.WAITING}
+_MOST_PIDS = 1 << 22  # what Linux allows
 _WARM_UP = 20  # batches before the first that may be slow
 
 Span = tuple[int, str, str, int, int, Mapping[str, Any] | None]  # track, name, category, begin, end, arguments
@@ -57,13 +58,13 @@ class Recorded:
         return replace(self, spans=spans, points=points)
 
 
-def describe(options: PoolOptions, plans: Sequence[WorkerPlan]) -> dict[str, Any]:
+def describe(kind: str, batch_T: int, plans: Sequence[WorkerPlan]) -> dict[str, Any]:
     """What the rings do not say."""
     return {
         "version": penstock.__version__,
-        "kind": options.kind,
+        "kind": kind,
         "pid": os.getpid(),
-        "batch_T": options.batch_T,
+        "batch_T": batch_T,
         "batch_B": sum(len(plan.env_ranks) for plan in plans),
         "workers": [
             {"env_ranks": [plan.env_ranks.start, plan.env_ranks.stop]} for plan in plans if not plan.server_name
@@ -116,57 +117,43 @@ class _Worker:
 def read(arrays: Any, about: Mapping[str, Any], *, is_over: bool = False) -> Recorded:
     """All spans of a pool. `arrays` are those of its control block, and `about` is what `describe` has returned.
     `is_over`: it has ended. Otherwise, what still runs ends now."""
-    workers = [_Worker(arrays, rank) for rank in range(len(about["workers"]))]
-    openings = {opening[c.NUMBER]: opening for opening in _stable(arrays.openings).tolist() if opening[c.NUMBER]}
-    events, served = _stable(arrays.events).tolist(), _stable(arrays.served).tolist()
-    now = time.monotonic_ns()
-    if is_over:
-        stamps = [worker.row[HEARTBEAT] for worker in workers]
-        stamps += [max(opening[c.OPENED : c.DONE + 1]) for opening in openings.values()]
-        now = min(now, max([*stamps, *(event[2] for event in events)], default=now))
-    pids = arrays.n_results[: len(workers), c.PID].tolist()
-    maker = _Maker(workers, openings, now, in_place=pids == [about["pid"]], has_rows=about["batch_T"] > 0)
-    for rank in range(len(workers)):
-        restarts = [began for kind, began, _, value in events if kind == c.RESTARTED and value == rank]
-        maker.add_worker(rank, restarts, _stable(arrays.resets[rank]).tolist())
+    maker = _Maker(arrays, about, is_over=is_over)
+    restarts = [event for event in maker.events if event[0] == c.RESTARTED]
+    for rank in range(len(maker.workers)):
+        resets = _stable(arrays.resets[rank]).tolist()
+        maker.add_worker(rank, [began for _, began, _, value in restarts if value == rank], resets)
     maker.add_main()
-    names = [name.decode(errors="replace") for name in arrays.names.tolist()]
-    more = maker.add_events(events, names)
-    maker.spans += [
-        (_SERVER, f"act for {n} environments" if n else "values", "server", began, ended, {"version": version})
-        for began, ended, n, version in served
-        if 0 < began <= ended
-    ]
-    tracks = {_MAIN: "main process", _MARKS: "marks and publications"}
-    if any(entry[0] for entry in served):
-        tracks[_SERVER] = "inference server"
-    for rank, worker in enumerate(about["workers"]):
-        env_ranks = range(*worker["env_ranks"])
-        tracks[_WORKERS + rank] = f"worker {rank}" + (f": env_rank {span(env_ranks)}" if env_ranks else "")
-    first = _WORKERS + len(workers)
-    tracks |= dict.fromkeys(range(first, first + more), tracks[_MARKS])
-    return Recorded({**about, "pids": pids}, tracks, maker.spans, maker.points)
+    maker.add_events(arrays.names.tolist())
+    for began, ended, n, version in _stable(arrays.served).tolist():
+        if 0 < began <= ended:
+            maker.tracks[_SERVER] = "inference server"
+            name = f"act for {n} environments" if n else "values"
+            maker.spans.append((_SERVER, name, "server", began, ended, {"version": version}))
+    return Recorded({**about, "pids": maker.pids}, maker.tracks, maker.spans, maker.points)
 
 
 class _Maker:
     """Makes the spans and points of one pool."""
 
-    def __init__(
-        self,
-        workers: Sequence[_Worker],
-        openings: Mapping[int, list[int]],
-        now: int,
-        *,
-        in_place: bool,
-        has_rows: bool,
-    ) -> None:
-        self._workers, self._openings, self._now = workers, openings, now
-        self._in_place, self._has_rows = in_place, has_rows
+    def __init__(self, arrays: Any, about: Mapping[str, Any], *, is_over: bool) -> None:
+        self.workers = workers = [_Worker(arrays, rank) for rank in range(len(about["workers"]))]
+        found = _stable(arrays.openings).tolist()
+        self._openings = {opening[c.NUMBER]: opening for opening in found if opening[c.NUMBER]}
+        self.events, self._now = _stable(arrays.events).tolist(), time.monotonic_ns()
+        if is_over:  # at the newest time
+            stamps = [worker.row[HEARTBEAT] for worker in workers] + [event[2] for event in self.events]
+            stamps += [max(opening[c.OPENED : c.DONE + 1]) for opening in self._openings.values()]
+            self._now = min(self._now, max(stamps, default=self._now))
+        self.pids = arrays.n_results[: len(workers), c.PID].tolist()
+        self._in_place, self._has_rows, self._is_over = self.pids == [about["pid"]], about["batch_T"] > 0, is_over
         self.spans: list[Span] = []
         self.points: list[Point] = []
+        self.tracks = {_MAIN: "main process", _MARKS: "marks and publications"}
         # By opening: when each worker was at barrier_out, and which. One that is not there yet is the slowest.
         self._at_gate: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for rank, worker in enumerate(workers):
+            env_ranks = range(*about["workers"][rank]["env_ranks"])
+            self.tracks[_WORKERS + rank] = f"worker {rank}" + (f": env_rank {span(env_ranks)}" if env_ranks else "")
             for k, record in worker.records.items():
                 self._at_gate[k].append((record[HEARTBEAT], rank))
             self._at_gate[worker.row[c.ARRIVED] + 1].append((math.inf, rank))
@@ -182,7 +169,7 @@ class _Maker:
 
     def add_worker(self, rank: int, restarts: Sequence[int], resets: Sequence[Sequence[int]]) -> None:
         """Its commands, their rows, waits and resets."""
-        worker, track, before = self._workers[rank], _WORKERS + rank, None
+        worker, track, before = self.workers[rank], _WORKERS + rank, None
         for k, record in worker.records.items():
             self._add_command(rank, k, record, before, restarts)
             before = record
@@ -201,7 +188,7 @@ class _Maker:
         self, rank: int, k: int, record: list[int], before: list[int] | None, restarts: Sequence[int]
     ) -> None:
         """Command k, its rows, and what was before it. `before`: the record of the one before, if it is kept."""
-        worker, track, opening = self._workers[rank], _WORKERS + rank, self._openings.get(k)
+        worker, track, opening = self.workers[rank], _WORKERS + rank, self._openings.get(k)
         if opening is not None and not opening[c.TOGETHER]:
             opening = None
         came, saw, end = record[c.CAME], record[c.SAW], record[HEARTBEAT]
@@ -254,8 +241,8 @@ class _Maker:
         for k, opening in self._openings.items():
             name, args, (opened, asked, done) = self._name(opening, k), {"opening": k}, opening[c.OPENED : c.DONE + 1]
             if self._in_place:  # it has worked itself
-                done = record[HEARTBEAT] if (record := self._workers[0].records.get(k)) else self._now
-            is_ahead = asked - opened > 10 * _GAP_NS
+                done = record[HEARTBEAT] if (record := self.workers[0].records.get(k)) else self._now
+            is_ahead = asked - opened > 10 * _GAP_NS and k > 1
             if is_ahead or not done:
                 found.append((opened, opened + 1000, f"start {name}", args))
             if asked > opened or done:
@@ -268,30 +255,30 @@ class _Maker:
             if max(began, ended) < end:
                 self.spans.append((_MAIN, name, "wait", max(began, ended), end, args))
                 ended = end
+        if ended < self._now and not self._is_over:
+            self.spans.append((_MAIN, "learner", "learner", ended, self._now, None))
 
-    def add_events(self, events: Sequence[Sequence[int]], names: Sequence[str]) -> int:
-        """Publications, marks and restarts. Returns how many more tracks they need than one: spans of several threads
-        may overlap."""
-        lanes: list[list[int]] = [[]]  # the ends of the spans that are open
-        for kind, began, ended, value in sorted(events, key=lambda event: (event[1], -event[2])):
+    def add_events(self, names: Sequence[bytes]) -> None:
+        """Publications, marks and restarts. Spans of several threads may overlap: those that do not nest get further
+        tracks."""
+        lanes = list[list[int]]()  # the ends of the spans that are open, by track
+        for kind, began, ended, value in sorted(self.events, key=lambda event: (event[1], -event[2])):
             if kind == c.RESTARTED:
                 self.points.append(("i", _WORKERS + value, f"worker {value} failed and is replaced", began, 0))
-            elif kind and 0 < began <= ended:
-                for lane in lanes:
-                    while lane and lane[-1] <= began:
-                        lane.pop()
-                    if not lane or ended <= lane[-1]:
-                        break
-                else:
-                    lanes.append(lane := [])
-                lane.append(ended)
-                i = next(i for i, other in enumerate(lanes) if other is lane)
-                track = _MARKS if i == 0 else _WORKERS + len(self._workers) + i - 1
-                is_mark = kind == c.MARKED
-                name = names[value] if is_mark else f"publish version {value}"
-                args = None if is_mark else {"version": value}
-                self.spans.append((track, name, "mark" if is_mark else "publish", began, ended, args))
-        return len(lanes) - 1
+            if kind not in (c.PUBLISHED, c.MARKED):
+                continue
+            for lane in lanes:
+                lane[:] = [end for end in lane if end > began]
+            fitting = [i for i, lane in enumerate(lanes) if not lane or ended <= lane[-1]]
+            i = fitting[0] if fitting else len(lanes)
+            lanes[i:] = lanes[i:] or [[]]
+            lanes[i].append(ended)
+            track = _WORKERS + len(self.workers) + i - 1 if i else _MARKS
+            self.tracks[track] = self.tracks[_MARKS]
+            if kind == c.MARKED:
+                self.spans.append((track, names[value].decode(), "mark", began, ended, None))
+            else:
+                self.spans.append((track, f"publish version {value}", "publish", began, ended, {"version": value}))
 
 
 # ---- writing -----------------------------------------------------------------------------------------
@@ -300,18 +287,18 @@ class _Maker:
 def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: Any = None) -> Path:
     """Write a file for Perfetto, https://ui.perfetto.dev, or chrome://tracing. `profile`: see `Sampler.trace`. Raises
     `ConfigError` if it cannot be written, or `profile` cannot be read."""
-    path = Path(path)
+    path, recorded = Path(path), _with_own_pids(recorded)
     part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
     try:
         theirs, base = ([], None) if profile is None else _of_torch(profile, part, recorded)
         if base is None:
             base = min((entry[3] for one in recorded for entry in one.spans), default=0) + offset
+        facts = [one.about for one in recorded]
         with open(part, "w") as file:
-            facts = [one.about for one in recorded]
             head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "penstock": facts if facts[1:] else facts[0]}
             file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
             lines = [json.dumps(event) for event in theirs]
-            lines += [line for one in recorded for line in _lines(one, base - offset)]
+            lines += [line for i, one in enumerate(recorded) for line in _lines(one, base - offset, i << 48)]
             file.write(",\n".join(lines) + "\n]}\n")
         part.replace(path)
     except OSError as error:
@@ -323,6 +310,17 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
     return path
 
 
+def _with_own_pids(recorded: Sequence[Recorded]) -> list[Recorded]:
+    """The same. Where processes of several machines have one number, all but one get other numbers."""
+    found: dict[int, Recorded] = {}
+    for one in recorded:
+        pid = one.about["pid"]
+        while pid in found:
+            pid += _MOST_PIDS
+        found[pid] = replace(one, about={**one.about, "pid": pid})
+    return list(found.values())
+
+
 def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
     """Write a trace because of `why`, beside what the user has asked for: if it fails, that goes on."""
     try:
@@ -332,7 +330,7 @@ def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: st
         _log.warning("%s, and its trace could not be written: %s", why, error)
 
 
-def _lines(one: Recorded, base: int) -> Iterator[str]:
+def _lines(one: Recorded, base: int, first_flow: int) -> Iterator[str]:
     """The events, as JSON. Times are in microseconds after `base`."""
     pid, dumps = one.about["pid"], json.dumps
     yield f'{{"ph":"M","pid":{pid},"tid":0,"name":"process_name","args":{dumps({"name": one.about["kind"]})}}}'
@@ -347,7 +345,7 @@ def _lines(one: Recorded, base: int) -> Iterator[str]:
             + (f',"args":{dumps(args)}}}' if args else "}")
         )
     for phase, track, name, at, key in one.points:
-        more = {"s": f'"id":{key}', "f": f'"id":{key},"bp":"e"', "i": '"s":"t"'}[phase]
+        more = '"s":"t"' if phase == "i" else f'"id":{first_flow + key}' + ',"bp":"e"' * (phase == "f")
         category = "restart" if phase == "i" else "batch"
         yield (
             f'{{"ph":"{phase}","pid":{pid},"tid":{track},"name":{dumps(name)},"cat":"{category}",'
@@ -380,7 +378,7 @@ def _of_torch(profile: Any, part: Path, recorded: Sequence[Recorded]) -> tuple[l
         pid, tid = event.get("pid"), event.get("tid")
         if pid not in tracks or (event.get("name"), event["ph"]) != ("process_name", "M"):  # ours has its name
             if isinstance(tid, int) and tid <= tracks.get(pid, -1):  # in a container, numbers of threads are small
-                event["tid"] = tid + (1 << 22)
+                event["tid"] = tid + _MOST_PIDS
             events.append(event)
     return events, data.get("baseTimeNanoseconds", 0)
 
