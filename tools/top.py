@@ -86,11 +86,7 @@ class Run:
         main = f"waits for {n_busy} of {n} workers" if n_busy else f"has the results of all {n} workers"
         rows = [self._row(plan, now, size) for plan, size in zip(self.plans, sizes, strict=True)]
         facts = {name: self.what[name] for name in ("kind", "pid", "batch_T", "batch_B", "command", "version")}
-        facts |= {
-            "itr": self.control.command(0, runs).itr,
-            "opening": runs,
-            "main": "has ended" if self.ended else main,
-        }
+        facts |= {"itr": self.control.command(0, runs).itr, "main": "has ended" if self.ended else main}
         facts |= {"seconds": (self.ended or now) - self.what["began"], "workers": rows}
         return facts | {"steps_per_second": sum(row["steps_per_second"] for row in rows)}
 

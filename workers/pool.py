@@ -164,7 +164,8 @@ class WorkerPool:
         from penstock.workers.tracing import describe
 
         inodes = [os.fstat(stacks.file.fd).st_ino for stacks in all_stacks]
-        self.control.memory.announce(describe(self._options, plans), plans, inodes)
+        described = describe(self._options.kind, self._options.batch_T, plans)
+        self.control.memory.announce(described, plans, inodes)
         for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now

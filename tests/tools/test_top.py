@@ -16,14 +16,13 @@ import pytest
 from penstock import system
 from penstock.__main__ import main
 from penstock.tools import top
-from penstock.workers import ControlBlock, PoolOptions, WorkerPlan
-from penstock.workers.about import announce
+from penstock.workers import ControlBlock, WorkerPlan
 from penstock.workers.control import ARRIVED, BEGUN, HEARTBEAT, PHASE, PID, Phase, T
+from penstock.workers.tracing import describe
 
 from ..scale import scaled
 
 PLANS = [WorkerPlan(worker_rank=i, columns=range(2 * i, 2 * i + 2), env_ranks=range(2 * i, 2 * i + 2)) for i in (0, 1)]
-OPTIONS = PoolOptions("fork", None, 1.0, 0, 1.0, kind="Fake", batch_T=4)
 
 pytestmark = pytest.mark.linux
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.linux
 def own_run() -> Iterator[ControlBlock]:
     """A pool of this process that has no workers but says that it has."""
     block = ControlBlock(len(PLANS), 4, shared=True)
-    announce(block.memory, PLANS, OPTIONS, [0, 0])
+    block.memory.announce(describe("Fake", 4, PLANS), PLANS, [0, 0])
     for rank in range(len(PLANS)):
         block.memory.arrays.n_results[rank, PID] = os.getpid()
     try:
@@ -79,7 +78,9 @@ def test_whatever_is_in_the_memory_is_no_error() -> None:
 )
 def test_a_description_that_is_not_whole_is_no_run(text: str) -> None:
     with own_run() as block:
-        block.memory.append(b"\0" * 100_000 + text.replace('"pid": 0', f'"pid": {os.getpid()}').encode())
+        written = b"\0" * 100_000 + text.replace('"pid": 0', f'"pid": {os.getpid()}').encode()
+        assert block.memory._descriptor is not None
+        os.pwrite(block.memory._descriptor.fd, written, block.memory.nbytes)
         runs = top.Runs([])
         assert [run.what["kind"] for run in runs.found if run.pid == os.getpid()].count("Fake") == 0
         runs.look()
