@@ -15,11 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import psutil
 
 from penstock import system
@@ -79,12 +77,13 @@ class Run:
         """What `--json` prints. Rates and shares are of the time since the last look."""
         now, n = time.monotonic(), len(self.plans)
         runs = min(self.control.opened[0], 1 + int(self.arrays.progress[:n, ARRIVED].min()))  # more may be open ahead
-        sizes = [system.rss(self.status(plan).pid) for plan in self.plans]
+        statuses = [self.status(plan) for plan in self.plans]
+        sizes = [system.rss(status.pid) for status in statuses]
         if self.ended is None and self._has_ended(any(sizes)):
             self.ended = now
         n_busy = len(self.control.pending(n))
         main = f"waits for {n_busy} of {n} workers" if n_busy else f"has the results of all {n} workers"
-        rows = [self._row(plan, now, size) for plan, size in zip(self.plans, sizes, strict=True)]
+        rows = [self._row(status, now, size) for status, size in zip(statuses, sizes, strict=True)]
         facts = {name: self.what[name] for name in ("kind", "pid", "batch_T", "batch_B", "command", "version")}
         facts |= {"itr": self.control.command(0, runs).itr, "main": "has ended" if self.ended else main}
         facts |= {"seconds": (self.ended or now) - self.what["began"], "workers": rows}
@@ -105,14 +104,14 @@ class Run:
             seen = _UNREADABLE
         return WorkerStatus(plan, max(0, int(self.arrays.n_results[plan.worker_rank, PID])), seen)
 
-    def _row(self, plan: WorkerPlan, now: float, size: int) -> dict[str, Any]:
-        status, rank = self.status(plan), plan.worker_rank
-        seen, is_idle = status.progress, status.progress.phase in _IDLE
+    def _row(self, status: WorkerStatus, now: float, size: int) -> dict[str, Any]:
+        plan, rank, seen = status.plan, status.plan.worker_rank, status.progress
+        is_idle = seen.phase in _IDLE
         steps = seen.steps + (0 if is_idle else max(0, seen.t) * len(plan.env_ranks))  # `steps` is of complete batches
         waiting = seen.waiting + (now - seen.heartbeat if is_idle and not self.ended else 0.0)
-        new = np.array([now, steps, seen.acting, seen.stepping, waiting])
-        old, self._before[rank] = self._before.get(rank, np.array([self.what["began"], 0, 0, 0, 0])), new
-        passed, n, acting, stepping, idle = np.maximum(0.0, new - old).tolist()
+        new = now, steps, seen.acting, seen.stepping, waiting
+        old, self._before[rank] = self._before.get(rank, (self.what["began"], 0, 0.0, 0.0, 0.0)), new
+        passed, n, acting, stepping, idle = (max(0.0, b - a) for a, b in zip(old, new, strict=True))
         if not acting + stepping:  # no batch has ended since: the shares of all batches
             acting, stepping = seen.acting, seen.stepping
         idle = min(1.0, idle / passed) if passed else 0.0
@@ -126,7 +125,7 @@ class Run:
         row |= {"doing": "unreadable" if seen is _UNREADABLE else status.doing, "silent": silent}
         row |= {"steps_per_second": n / passed if passed else 0.0, "version": self.control.version(rank)}
         row |= {"shares": {"acting": busy * acting, "stepping": busy * stepping, "idle": idle}}
-        return row | {"progress": {**asdict(seen), "phase": seen.phase.name}}
+        return row | {"progress": {**vars(seen), "phase": seen.phase.name}}
 
     def stack(self, plan: WorkerPlan) -> str:
         """The Python stack of this worker, under a line that names it. Nothing else happens to the worker."""

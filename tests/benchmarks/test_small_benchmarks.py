@@ -79,6 +79,7 @@ TWO_TURNS = {
     "native": (CASES, "saved", PARTS),
     "inference": ("--layers --n-envs 1 --seconds 0.001", "torch / traced", {"torch", "traced", "numpy", *LAYERS}),
     "cluster_wire": ("--seconds 0.01", "time of bare, CURVE", {"bare", "bare, CURVE", "penstock", "penstock, arrays"}),
+    "top": ("--workers 1 --seconds 0.1", "of alone", {"alone", "beside top", "alone again"}),
     "vector_env": ("--seconds 0.01 --n-envs 2 --batch-T 8", "steps/s", {"cartpole", "pixels", "sleeping"}),
 }
 
