@@ -58,10 +58,13 @@ def main() -> None:
     top = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert top.stdout is not None
     top.stdout.readline()  # it has begun
-    threading.Thread(target=top.stdout.read, daemon=True).start()
+    reader = threading.Thread(target=top.stdout.read)
+    reader.start()
     signals = {"alone": signal.SIGSTOP, "beside top": signal.SIGCONT, "alone again": signal.SIGSTOP}
     contestants = {name: Turn(sampler, top, number) for name, number in signals.items()}
     figures = take_turns(contestants, arguments.repeats, arguments.seconds)
+    reader.join()
+    top.stdout.close()
     show(f"ParallelSampler, {arguments.workers} workers; load {os.getloadavg()[0]:.1f}", figures, "alone")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
