@@ -491,7 +491,7 @@ class ControlBlock:
 
     def note_no_wait(self, opening: int) -> bool:
         """Main process: it asks for this opening, which is complete. Returns whether it does so for the first time."""
-        is_first = self._opening_words[opening % N_KEPT * 8 + DONE] == 0
+        is_first: bool = self._opening_words[opening % N_KEPT * 8 + DONE] == 0
         if is_first:
             self.note_wait(opening, ASKED)
         return is_first

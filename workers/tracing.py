@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-import penstock
 from penstock.arguments import integer, must_be, number
 from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, brief
@@ -61,7 +61,7 @@ class Recorded:
 def describe(kind: str, batch_T: int, plans: Sequence[WorkerPlan]) -> dict[str, Any]:
     """What the rings do not say."""
     return {
-        "version": penstock.__version__,
+        "version": sys.modules["penstock"].__version__,
         "kind": kind,
         "pid": os.getpid(),
         "batch_T": batch_T,
@@ -204,7 +204,7 @@ class _Maker:
             self._add_wait(rank, k, came, saw)
             if opening is not None:
                 self._add_flows(track, k << 16 | rank << 1, opening, saw, math.inf if runs else end)
-        args = {"opening": k, "version": record[c.VERSION]}
+        args: dict[str, float] = {"opening": k, "version": record[c.VERSION]}
         if before is not None:
             args["steps"] = record[c.STEPS] - before[c.STEPS]
             args |= {name: (record[word] - before[word]) / 1e6 for name, word in _PARTS.items()}

