@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Run:
-    """One pool of another process. When that has ended, what it has written last can still be read."""
+    """One pool of another process. When the process has ended, its last figures can still be read."""
 
     def __init__(self, pid: int, what: dict[str, Any], memory: about.RunMemory) -> None:
         self.pid, self.what, self.arrays = pid, what, memory.arrays

@@ -1,9 +1,9 @@
-"""How `penstock top` finds a pool: other processes of this user can open its control block. What it is stands behind
-it, as JSON.
+"""How `penstock top` finds a pool: other processes of this user can open its control block. A description follows
+in the same file, as JSON.
 
 On Linux the control block is a memfd: /proc/PID/fd lists it as long as a process has it open, and the kernel lets only
 this user and root look there. Elsewhere it is a file in a folder that only this user can open; `close` removes it, and
-the next process that starts a pool removes those of killed ones. The run does nothing else for it.
+the next process that starts a pool removes what killed ones have left. The run does nothing else for it.
 """
 
 from __future__ import annotations
