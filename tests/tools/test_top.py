@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock.workers import ControlBlock, WorkerPlan
 from penstock.workers.control import ARRIVED, BEGUN, HEARTBEAT, PHASE, PID, Phase, T
 from penstock.workers.tracing import describe
 
+from ..children import exit_code_of_fork
 from ..scale import scaled
 
 PLANS = [WorkerPlan(worker_rank=i, columns=range(2 * i, 2 * i + 2), env_ranks=range(2 * i, 2 * i + 2)) for i in (0, 1)]
@@ -127,6 +129,19 @@ def test_a_narrow_terminal_has_fewer_columns_and_many_workers_fewer_rows() -> No
     assert lines[3].split()[0] == "49", "those that hang are shown"
     assert lines[-1] == "... and 10 more, which made progress later"
     assert top.frame([]) == "no sampler or vector environment of this user has workers on this machine"
+
+
+def test_a_fork_does_not_remove_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process cannot open what another one has open, the control block has a name."""
+    folder = tmp_path / "runs"
+    monkeypatch.setenv("PENSTOCK_RUN_FOLDER", str(folder))
+    monkeypatch.setattr(system, "OPENS_OTHERS", False)
+    with own_run() as block:
+        assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".run"]
+        assert exit_code_of_fork(block.memory.close) == 0
+        assert len([*folder.iterdir()]) == 2
+        assert run_of(block).look()["kind"] == "Fake"
+    assert [*folder.iterdir()] == []
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
