@@ -72,6 +72,7 @@ class Run:
         self.ended: float | None = None  #: when its end was seen
         self._before, self._moves = dict[int, Any](), dict[int, Any]()  # by rank: the last figures, the last move
         self.look()  # what cannot be read raises here
+        self._before.clear()  # the first rates are those since the start
 
     def look(self) -> dict[str, Any]:
         """What `--json` prints. Rates and shares are of the time since the last look."""
@@ -203,11 +204,9 @@ def frame(found: Sequence[dict[str, Any]], width: int = _NARROW) -> str:
             shares, envs = [f"{share:.0%}" for share in row["shares"].values()], range(*row["env_ranks"])
             cells = [row["worker"], row["pid"], span(envs) if envs else "-", f"{row['steps_per_second']:,.0f}", *shares]
             cells += [row["restarts"], f"{row['rss'] / 2**20:,.0f}"]
-            is_stuck = (
-                row["silent"] >= _SILENT and row["progress"]["phase"] != "REQUESTING"
-            )  # that one waits for others
+            waits = row["progress"]["phase"] == "REQUESTING"  # for other workers, or for the server
             doing = f"{row['doing']} for {row['silent']:.1f} s" if row["silent"] >= 0.1 else row["doing"]
-            doing += "  <- NO PROGRESS" if is_stuck else ""
+            doing += "  <- NO PROGRESS" if row["silent"] >= _SILENT and not waits else ""
             doing += "  <- ITS PROCESS HAS ENDED" if row["pid"] and not (row["rss"] or has_ended) else ""
             lines += [" ".join(f"{cells[i]!s:>{len(_COLUMNS[i])}}" for i in columns) + f"  {doing}"]
         lines += [f"... and {len(rows) - _MOST_ROWS} more, which made progress later"] * (len(rows) > _MOST_ROWS) + [""]
@@ -224,9 +223,8 @@ def run(args: argparse.Namespace, panel: Any = None) -> int:
             print("\n".join([_NOTHING, *runs.refused]), file=sys.stderr)
             return 1
         return _trace(runs, args.trace) if args.trace else _stacks(runs, args.stacks)
-    is_live, text = sys.stdout.isatty() and not (args.once or args.json), ""
     try:
-        with _screen(is_live) as show:
+        with _screen(sys.stdout.isatty() and not (args.once or args.json)) as show:
             runs.look()
             time.sleep(min(0.5, args.interval))
             while True:
@@ -243,9 +241,6 @@ def run(args: argparse.Namespace, panel: Any = None) -> int:
                 time.sleep(args.interval)
     except KeyboardInterrupt:
         return 130
-    finally:
-        if is_live:  # the last one stays
-            print(text)
 
 
 @contextmanager
@@ -257,7 +252,7 @@ def _screen(is_live: bool) -> Iterator[Callable[[str], object]]:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(screen=True, auto_refresh=False) as live:
+    with Live(auto_refresh=False, vertical_overflow="crop") as live:  # the last text stays
         yield lambda text: live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
 
 

@@ -131,6 +131,22 @@ def test_a_narrow_terminal_has_fewer_columns_and_many_workers_fewer_rows() -> No
     assert top.frame([]) == "no sampler or vector environment of this user has workers on this machine"
 
 
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_live_view_ends_with_the_run(
+    has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if has_rich:
+        pytest.importorskip("rich")
+    monkeypatch.setattr(top, "find_spec", lambda _: has_rich or None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(top.Run, "_has_ended", lambda *_: True)
+    with own_run():
+        assert main(["top", str(os.getpid()), "--interval", "0.01"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Fake pid {os.getpid()} T=4 B=4  itr 0  has ended" in shown
+    assert has_rich or shown.startswith("\x1b[H\x1b[J")
+
+
 def test_a_fork_does_not_remove_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a process cannot open what another one has open, the control block has a name."""
     folder = tmp_path / "runs"
