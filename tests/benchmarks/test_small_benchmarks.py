@@ -116,6 +116,13 @@ def test_nanoseconds(folder: Path, name: str, options: str, n: int) -> None:
     assert list(map(len, found)) == [2] * n
 
 
+def test_traces(folder: Path) -> None:
+    printed, content = run_benchmark(folder, "traces")
+    assert "main process: note a wait" in printed
+    assert min(content["ns"].values()) > 0
+    assert content["file"]["events"] > 100_000
+
+
 def test_seats_vector(folder: Path) -> None:
     pytest.importorskip("supersuit")
     games = scaled(("idle3", "idle20"), ("idle3",))
