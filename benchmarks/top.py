@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 
+from clocks import cpu_clocks
 from turns import machine, show, take_turns
 from workloads import ENV, ActorCritic
 
@@ -25,6 +26,7 @@ class Turn:
     """The sampler, beside a `top` that runs or is stopped."""
 
     now: Turn | None = None
+    used = 0.0  # CPU seconds of top, from its start on
 
     def __init__(self, sampler: ParallelSampler, top: subprocess.Popen[bytes], signal_of_turn: int) -> None:
         self._sampler, self._top, self._signal, self._itr = sampler, top, signal_of_turn, 0
@@ -39,6 +41,7 @@ class Turn:
         return self._sampler.batch_T * self._sampler.batch_B
 
     def close(self) -> None:
+        Turn.used = max(Turn.used, *cpu_clocks([self._top.pid]).values(), 0.0)
         self._top.kill()
         self._top.wait()
         self._sampler.shutdown()
@@ -62,10 +65,13 @@ def main() -> None:
     reader.start()
     signals = {"alone": signal.SIGSTOP, "beside top": signal.SIGCONT, "alone again": signal.SIGSTOP}
     contestants = {name: Turn(sampler, top, number) for name, number in signals.items()}
+    before = cpu_clocks([top.pid])[top.pid]
     figures = take_turns(contestants, arguments.repeats, arguments.seconds)
     reader.join()
     top.stdout.close()
     show(f"ParallelSampler, {arguments.workers} workers; load {os.getloadavg()[0]:.1f}", figures, "alone")
+    cpu = (Turn.used - before) / (arguments.repeats * arguments.seconds)
+    print(f"top has used {1e3 * cpu:.2f} ms of CPU time in each second of its turns")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({**machine(), "results": figures}, file, indent=2)
