@@ -401,17 +401,18 @@ def files_of(pid: int, name: str) -> list[str]:
 def ask_stacks(pid: int) -> None:
     """Send ASK_STACKS to a process of this user. Raises `OSError` if it has ended, or has no handler: then the signal
     would kill it. The twin cannot know, and always raises."""
-    if sys.platform != "linux" or PORTABLE:
+    if sys.platform == "linux" and not PORTABLE:
+        watch = os.pidfd_open(pid)  # the signal comes to the process whose handlers are read here, or to none
+        try:
+            with open(f"/proc/{pid}/status") as file:
+                handlers = int(file.read().partition("SigCgt:")[2].split()[0], 16)
+            if not handlers >> (ASK_STACKS - 1) & 1:
+                raise OSError("it has no handler of the signal that asks for its stack: it may have just started")
+            signal.pidfd_send_signal(watch, ASK_STACKS)
+        finally:
+            os.close(watch)
+    else:
         raise OSError("this system does not say which signals a process handles")
-    watch = os.pidfd_open(pid)  # the signal comes to the process whose handlers are read here, or to none
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            handlers = int(file.read().partition("SigCgt:")[2].split()[0], 16)
-        if not handlers >> (ASK_STACKS - 1) & 1:
-            raise OSError("it has no handler of the signal that asks for its stack: it may have just started")
-        signal.pidfd_send_signal(watch, ASK_STACKS)
-    finally:
-        os.close(watch)
 
 
 def rss(pid: int) -> int:

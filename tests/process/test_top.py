@@ -85,6 +85,8 @@ def test_a_hang_is_named_in_the_first_frame(
     with Script(tmp_path, f"{STUCK}\n{call}", new=False) as script:
         (worker,) = script.pids()
         (run,) = frames(capsys, script.pid)
+        while run["workers"][0]["progress"]["phase"] not in ("WAITING", "REQUESTING"):  # a busy machine
+            (run,) = frames(capsys, script.pid)
         has_batches = call != "stick_vector()"
         doing = "stepping env_rank 3, t=3" if has_batches else "stepping env_rank 3"
         _, stuck, *server = run["workers"]
@@ -116,8 +118,7 @@ def test_of_a_run_that_was_killed_the_last_state_stays(tmp_path: Path, victim: s
     with Script(tmp_path, f"{STUCK}\nstick(ParallelSampler)") as script:
         (worker,) = script.pids()
         runs = top.Runs([script.pid])
-        before = runs.look()[0]
-        assert before["main"] == "waits for 1 of 2 workers"
+        until(lambda: runs.look()[0]["main"] == "waits for 1 of 2 workers", "the end of the other's batch")
         os.kill(script.pid if victim == "main" else worker, signal.SIGKILL)
         until(lambda: runs.look()[0]["main"] == "has ended", "its end is seen")
         (after,) = runs.look()
