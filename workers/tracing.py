@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,7 +138,8 @@ class _Maker:
     """Makes the spans and points of one pool."""
 
     def __init__(self, arrays: Any, about: Mapping[str, Any], *, is_over: bool) -> None:
-        self.workers = workers = [_Worker(arrays, rank) for rank in range(len(about["workers"]))]
+        described = [worker for worker in about["workers"] if not worker.get("server")]
+        self.workers = workers = [_Worker(arrays, rank) for rank in range(len(described))]
         found = _stable(arrays.openings).tolist()
         self._openings = {opening[c.NUMBER]: opening for opening in found if opening[c.NUMBER]}
         self.events, self._now = _stable(arrays.events).tolist(), time.monotonic_ns()
@@ -153,7 +155,7 @@ class _Maker:
         # By opening: when each worker was at barrier_out, and which. One that is not there yet is the slowest.
         self._at_gate: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for rank, worker in enumerate(workers):
-            env_ranks = range(*about["workers"][rank]["env_ranks"])
+            env_ranks = range(*described[rank]["env_ranks"])
             self.tracks[_WORKERS + rank] = f"worker {rank}" + (f": env_rank {span(env_ranks)}" if env_ranks else "")
             for k, record in worker.records.items():
                 self._at_gate[k].append((record[HEARTBEAT], rank))
@@ -175,9 +177,9 @@ class _Maker:
             self._add_command(rank, k, record, before, restarts)
             before = record
         row = worker.row
-        if worker.running is not None:
+        if worker.running is not None or not row[c.ARRIVED]:  # or it starts
             self._add_command(rank, row[c.ARRIVED] + 1, row, before, restarts)
-        elif row[c.PHASE] == Phase.WAITING and row[c.ARRIVED] and not self._in_place:
+        elif row[c.PHASE] == Phase.WAITING and not self._in_place:
             self._add_wait(rank, row[c.ARRIVED] + 1, row[HEARTBEAT], self._now)
         if row[c.PHASE] == Phase.RESETTING:  # it runs still
             resets = [*resets, (row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now)]
@@ -256,7 +258,7 @@ class _Maker:
             if max(began, ended) < end:
                 self.spans.append((_MAIN, name, "wait", max(began, ended), end, args))
                 ended = end
-        if ended < self._now and not self._is_over:
+        if 0 < ended < self._now and not self._is_over:
             self.spans.append((_MAIN, "learner", "learner", ended, self._now, None))
 
     def add_events(self, names: Sequence[bytes]) -> None:
@@ -290,12 +292,12 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
     `ConfigError` if it cannot be written, or `profile` cannot be read."""
     path, recorded = Path(path), _with_own_pids(recorded)
     part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
+    base = min((entry[3] for one in recorded for entry in one.spans), default=0) + offset
+    theirs, base = ([], base) if profile is None else _of_torch(profile, recorded)
+    facts = [one.about for one in recorded]
     try:
-        theirs, base = ([], None) if profile is None else _of_torch(profile, part, recorded)
-        if base is None:
-            base = min((entry[3] for one in recorded for entry in one.spans), default=0) + offset
-        facts = [one.about for one in recorded]
-        with open(part, "w") as file:
+        part.unlink(missing_ok=True)
+        with open(part, "x") as file:  # a new file: somebody else may have put a link there
             head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "penstock": facts if facts[1:] else facts[0]}
             file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
             lines = [json.dumps(event) for event in theirs]
@@ -303,11 +305,12 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
             file.write(",\n".join(lines) + "\n]}\n")
         part.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise ConfigError(
             f"the trace cannot be written to {os.fspath(path)!r}: {error}. Give a file in a folder that exists"
         ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
     return path
 
 
@@ -325,7 +328,6 @@ def _with_own_pids(recorded: Sequence[Recorded]) -> list[Recorded]:
 def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
     """Write a trace because of `why`, beside what the user has asked for: if it fails, that goes on."""
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         _log.warning("%s: a trace is in %s", why, write(path, recorded()))
     except Exception as error:
         _log.warning("%s, and its trace could not be written: %s", why, error)
@@ -355,34 +357,29 @@ def _lines(one: Recorded, base: int, first_flow: int) -> Iterator[str]:
         )
 
 
-def _of_torch(profile: Any, part: Path, recorded: Sequence[Recorded]) -> tuple[list[dict[str, Any]], int | None]:
+def _of_torch(profile: Any, recorded: Sequence[Recorded]) -> tuple[list[dict[str, Any]], int]:
     """The events of torch's profiler, and the Unix time in nanoseconds that its times are relative to."""
-    if not isinstance(profile, str | os.PathLike):
-        file = part.with_name(f"{part.name}.torch")
-        try:
-            profile.export_chrome_trace(os.fspath(file))
-            data = json.loads(file.read_text())
-        except Exception as error:  # torch raises AssertionError, RuntimeError and others
-            raise ConfigError(
-                "profile must be a torch.profiler.profile that has been stopped and not exported yet (leave its "
-                f"`with` block first), or the file that it has exported, got {brief(profile)}: {error}"
-            ) from error
-        finally:
-            file.unlink(missing_ok=True)
-    else:
-        try:
-            data = json.loads(Path(profile).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"profile={os.fspath(profile)!r} is no trace of torch's profiler: {error}") from error
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = profile
+            if not isinstance(profile, str | os.PathLike):
+                profile.export_chrome_trace(file := os.path.join(folder, "torch.json"))
+            data = json.loads(Path(file).read_text())
+        theirs, base = list(data["traceEvents"]), int(data.get("baseTimeNanoseconds", 0))
+    except Exception as error:  # torch raises AssertionError, RuntimeError and others
+        raise ConfigError(
+            "profile must be a torch.profiler.profile that has been stopped and not exported yet (leave its `with` "
+            f"block first), or the file that it has exported, got {brief(profile)}: {error!r}"
+        ) from error
     tracks = {one.about["pid"]: max(one.tracks) for one in recorded}
     events = []
-    for event in data.get("traceEvents", ()):
+    for event in theirs:
         pid, tid = event.get("pid"), event.get("tid")
         if pid not in tracks or (event.get("name"), event["ph"]) != ("process_name", "M"):  # ours has its name
             if isinstance(tid, int) and tid <= tracks.get(pid, -1):  # in a container, numbers of threads are small
                 event["tid"] = tid + _MOST_PIDS
             events.append(event)
-    return events, data.get("baseTimeNanoseconds", 0)
+    return events, base
 
 
 # ---- marks and slow batches ----------------------------------------------------------------------------
@@ -418,9 +415,11 @@ class SlowBatches:
         """The main process has waited for opening k."""
         arrays = control.memory.arrays
         opening = arrays.openings[k % N_KEPT].tolist()
-        if k == 1 or opening[c.KIND] or not self._left:
+        begun = arrays.records[: len(self._env_ranks), k % N_KEPT, c.BEGUN]
+        has_records = begun.any()  # otherwise shards have their own
+        if k == 1 or opening[c.KIND] or not self._left or (has_records and (begun != k).any()):
             return
-        slowest, took = self._slowest(arrays, k, opening)
+        slowest, took = self._slowest(arrays, k) if has_records else (None, opening[c.DONE] - opening[c.OPENED])
         usual, self._n = self._usual, self._n + 1
         # A very slow one changes little.
         most = self._factor * usual if self._n > _WARM_UP else math.inf
@@ -432,16 +431,12 @@ class SlowBatches:
                 why += self._explain(arrays, k, slowest)
             write_or_warn(os.path.join(self._folder, f"itr-{opening[c.ITR]}-{k}.trace.json"), recorded, why)
 
-    def _slowest(self, arrays: Any, k: int, opening: Sequence[int]) -> tuple[int | None, float]:
+    def _slowest(self, arrays: Any, k: int) -> tuple[int | None, int]:
         """The worker that came last to barrier_out, and how long the batch took: from the opening, or from the end of
         the batch before, until then."""
-        n = len(self._env_ranks)
-        records = arrays.records[:n, k % N_KEPT]
-        if not n or not (records[:, c.BEGUN] == k).all():  # shards have their own
-            return None, opening[c.DONE] - opening[c.OPENED]
-        began = max(opening[c.OPENED], int(arrays.records[:n, (k - 1) % N_KEPT, HEARTBEAT].max()))
-        slowest = int(records[:, HEARTBEAT].argmax())
-        return slowest, int(records[slowest, HEARTBEAT]) - began
+        before, ends = (arrays.records[: len(self._env_ranks), i % N_KEPT, HEARTBEAT] for i in (k - 1, k))
+        slowest = int(ends.argmax())
+        return slowest, int(ends[slowest]) - max(int(arrays.openings[k % N_KEPT, c.OPENED]), int(before.max()))
 
     def _explain(self, arrays: Any, k: int, rank: int) -> str:
         record = arrays.records[rank, k % N_KEPT].tolist()

@@ -19,6 +19,7 @@ from penstock.workers.plan import WorkerPlan
 from penstock.workers.tracing import Recorded, _Worker
 
 from ..scale import scaled
+from ..support import until
 from ..traces import TraceFile
 
 T = 4
@@ -75,6 +76,7 @@ def test_another_process_reads_no_record_that_is_half_written() -> None:
     """A record may be overwritten while it is copied: then it is not among those that are found."""
     n_records = n_rows = 0
     with writing_fork() as block:
+        until(lambda: block.arrived(0) > 2 * c.N_KEPT, 60)
         for _ in range(scaled(10_000, 300)):
             worker = _Worker(block.memory.arrays, 0)
             for k, record in worker.records.items():
@@ -84,10 +86,8 @@ def test_another_process_reads_no_record_that_is_half_written() -> None:
                 assert len(stamps) in (0, 2 * T + 1)
                 n_rows += len(stamps) > 0
             n_records += len(worker.records)
-    last = block.arrived(0)
-    print(f"{n_records:,} records and {n_rows:,} batches with rows, of {last:,}")
-    assert last > 2 * c.N_KEPT
-    assert n_records > 100 * c.N_KEPT
+    print(f"{n_records:,} records and {n_rows:,} batches with rows, of {block.arrived(0):,}")
+    assert n_records > 50 * c.N_KEPT
 
 
 def test_a_trace_is_read_while_another_process_writes(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_trace_is_read_while_another_process_writes(tmp_path: Path) -> None:
         for i in range(scaled(200, 10)):
             trace = TraceFile(tracing.write(tmp_path / f"{i}.json", [read(block)]))
         assert trace.track("worker 0")
-        assert not trace.tracks.get((os.getpid(), 5)), "the other worker has done nothing"
+        assert [s["name"] for s in trace.track("worker 1")] == ["start-up"]
 
 
 def test_rows_are_of_the_last_openings_for_which_there_is_room(block: ControlBlock) -> None:
@@ -112,7 +112,8 @@ def test_rows_are_of_the_last_openings_for_which_there_is_room(block: ControlBlo
     assert list(worker.records) == list(range(12, n_rows + 11)), "the next one may overwrite number 11"
     for k, record in worker.records.items():
         assert len(worker.rows(k, record[c.SAW], record[c.HEARTBEAT])) == 2 * T + 1
-        assert not worker.rows(k + 1, record[c.SAW], record[c.HEARTBEAT]), "these are of another opening"
+        for other in (k - 1, k + 1):
+            assert not worker.rows(other, record[c.SAW], record[c.HEARTBEAT]), "these are of another opening"
 
 
 def test_what_runs_ends_now_and_who_waits_is_told_for_whom(block: ControlBlock) -> None:
@@ -134,11 +135,15 @@ def test_what_runs_ends_now_and_who_waits_is_told_for_whom(block: ControlBlock) 
     assert max(s[4] for s in over.spans) < before, "what has ended does not go on"
 
 
-def test_a_reset_that_hangs_is_shown(block: ControlBlock) -> None:
+def test_a_reset_that_hangs_at_the_start_is_shown(block: ControlBlock) -> None:
+    block.open(Command(), [0, 1])
     progress = block.progress(0)
     progress.at_env(3)
     began = progress.enter(Phase.RESETTING)
-    (reset,) = (s for s in read(block).spans if s[2] == "reset")
+    found = read(block)
+    (reset,) = (s for s in found.spans if s[2] == "reset")
+    (start,) = (s for s in found.spans if s[:2] == (4, "start-up"))
+    assert start[3] < reset[3] < reset[4] == start[4]
     assert (reset[1], reset[3]) == ("reset env_rank 3", began)
     assert reset[4] > began
 
