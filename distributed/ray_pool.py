@@ -436,7 +436,7 @@ class ShardPool:
             within, shift = min(waits)
             for part in parts:
                 facts = {"kind": f"{shard}: {part.about['kind']}", "clock_within_us": within / 1000}
-                found.append(replace(part.shifted(shift), about={**part.about, **facts}))
+                found.append(replace(part, shift=shift, about={**part.about, **facts}))
         return found
 
     def _ask_clock(self, shard: Shard) -> tuple[int, int]:

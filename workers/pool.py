@@ -284,7 +284,12 @@ class WorkerPool:
         Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
         if not self.has_completed(number) or not self._monitor.nothing_pending():
             self._wait_for_workers(during, look_first=True, until=lambda: self.has_completed(number), number=number)
-        elif number and self.control.note_no_wait(number):
+        elif number:
+            self.note_taken(number)
+
+    def note_taken(self, number: int) -> None:
+        """For traces: this opening was complete before the main process asked for it."""
+        if self.control.note_no_wait(number):
             self._end_of_batch(number)
 
     def has_completed(self, number: int) -> bool:

@@ -52,12 +52,7 @@ class Recorded:
     tracks: Mapping[int, str]  #: their names
     spans: list[Span]
     points: list[Point]
-
-    def shifted(self, by: int) -> Recorded:
-        """The same on another clock."""
-        spans = [(track, name, kind, a + by, b + by, args) for track, name, kind, a, b, args in self.spans]
-        points = [(phase, track, name, at + by, key) for phase, track, name, at, key in self.points]
-        return replace(self, spans=spans, points=points)
+    shift: int = 0  #: how far the clock of this process is ahead of that one
 
 
 def describe(kind: str, batch_T: int, plans: Sequence[WorkerPlan]) -> dict[str, Any]:
@@ -292,7 +287,7 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
     `ConfigError` if it cannot be written, or `profile` cannot be read."""
     path, recorded = Path(path), _with_own_pids(recorded)
     part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
-    base = min((entry[3] for one in recorded for entry in one.spans), default=0) + offset
+    base = min((entry[3] + one.shift for one in recorded for entry in one.spans), default=0) + offset
     theirs, base = ([], base) if profile is None else _of_torch(profile, recorded)
     facts = [one.about for one in recorded]
     try:
@@ -301,7 +296,8 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
             head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "penstock": facts if facts[1:] else facts[0]}
             file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
             lines = [json.dumps(event) for event in theirs]
-            lines += [line for i, one in enumerate(recorded) for line in _lines(one, base - offset, i << 48)]
+            for i, one in enumerate(recorded):
+                lines += _lines(one, base - offset - one.shift, i << 48)
             file.write(",\n".join(lines) + "\n]}\n")
         part.replace(path)
     except OSError as error:

@@ -36,6 +36,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import CountingEnv, SlowEnv
+from penstock.learning import Replay
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
@@ -134,6 +135,20 @@ def test_spans_are_what_stats_says(kind: str, n_workers: int, tmp_path: Path) ->
 def _is_last(trace: TraceFile, track: str, span: dict[str, Any]) -> bool:
     """Whether the worker still waits."""
     return bool(span["ts"] >= max(s["ts"] + s["dur"] for s in trace.track(track) if s["cat"] == "batch"))
+
+
+def test_batches_that_are_polled_or_go_into_a_replay_are_complete_in_a_trace(tmp_path: Path) -> None:
+    replay = Replay(8 * 64)
+    for options in ({}, {"replay": replay, "ratio": None}):
+        with started("ahead", 1, CountingEnv, **options) as sampler:
+            for _ in range(3):
+                until(lambda: sampler.run.memory.control.arrived(0) > sampler.run.schedule.taken + 1, BOUND)
+                if options:
+                    sampler.take_traj_infos()
+                else:
+                    assert sampler.poll_samples() is not None
+            trace = traced(sampler, tmp_path)
+        assert {f"wait for itr {itr}" for itr in range(3)} <= {s["name"] for s in trace.track("main process")}
 
 
 # ---- what else is shown ------------------------------------------------------------------------
