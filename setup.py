@@ -82,8 +82,6 @@ DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 # The control plane over sockets, and Ray for many machines.
 WIRE = ["pyzmq>=25", "msgpack>=1.0"]
 CLUSTER = ["ray>=2.59,<2.61", *WIRE]  # tests/distributed runs with 2.60; the tests of RaySampler ran with 2.59 too
-# Where the figures of an experiment may go, besides files.
-METRICS = ["tensorboard>=2.15", "prometheus-client>=0.19"]
 DEV = [
     # pytest-xdist 3.8 ignores its groups under pytest 9.2: tests that lease ports would disturb each other.
     "pytest>=8,<9.2",
@@ -114,7 +112,8 @@ DEV = [
     "supersuit>=3.9",  # its vector environments are the oracle of those of several agents
     *DOCS,
     *WIRE,
-    *METRICS,
+    "tensorboard>=2.15",  # two recipes send the figures of an experiment there
+    "prometheus-client>=0.19",
 ]
 
 setup(
@@ -157,7 +156,6 @@ setup(
         "video": VIDEO,
         "docs": DOCS,
         "cluster": CLUSTER,
-        "metrics": METRICS,
         "dev": DEV + BENCH,
     },
     entry_points={"console_scripts": ["penstock = penstock.__main__:main"]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ class SharedParameters:
 
     #: Writer: called with a version before it is overwritten. It may wait until that version is not needed any more.
     before_overwrite: Callable[[int], None] | None = None
+    #: Writer: called after each publication, with when it began (`time.monotonic_ns`) and its version.
+    on_published: Callable[[int, int], object] | None = None
     n_batches = 0  #: Writer: how many batches have begun since the newest version was published
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
@@ -81,6 +84,7 @@ class SharedParameters:
     def publish(self, parameters: Mapping[str, npt.NDArray[Any]], version: int | None = None) -> None:
         """Writer: make `parameters` the next version, or a later one. Raises `ConfigError` if names, shapes or dtypes
         have changed."""
+        began = time.monotonic_ns()
         if tuple(parameters) != self.names:
             raise ConfigError(
                 "the agent's parameters have changed since the sampler was initialized. These names differ: "
@@ -104,6 +108,8 @@ class SharedParameters:
         self._stamps[version % 2] = 2 * version
         fence()
         self.version_word[0], self.n_batches = version, 0
+        if self.on_published is not None:
+            self.on_published(began, version)
 
     def continue_at(self, version: int, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writer: make `parameters` this version, or the next if this one is not newer. If it is not newer and nothing

@@ -1,4 +1,4 @@
-"""Report on a run of examples/ppo.py: returns, steps per second, and how the workers spent their time.
+"""Report on a run of examples/ppo.py: returns, steps per second, and a picture of how the workers spent their time.
 
     python benchmarks/report.py runs/cartpole
 
@@ -38,7 +38,7 @@ SPANS = {
     "acting": "#D55E00",
     "stepping": "#56B4E9",
 }
-ZOOM_ROWS = 12  # time steps in the timeline's last panel
+ZOOM_ROWS = 24  # spans in the timeline's last panel: acting and stepping of 12 time steps
 GREY = "#808080"  # can be read on white and on black: the pictures have no background
 STYLE = {
     "font.size": 12,
@@ -107,48 +107,42 @@ def _draw_spread(axes: Axes, runs: Sequence[npt.NDArray[np.void]]) -> None:
 
 def plot_timeline(run_dir: Path) -> None:
     """The last iteration, its batch, and the beginning of the batch. A worker waits in the gaps of its lane."""
-    with np.load(run_dir / "timeline.npz") as file:
-        origin = file["sampling"][0]
-        workers, sampling, training = ((file[name] - origin) * 1e3 for name in ("workers", "sampling", "training"))
-    rows = min(ZOOM_ROWS, workers.shape[1] // 2)
-    spans = np.array([training[1], sampling[1], workers[:, 2 * rows].min()])  # what the panels show, from 0
-    figure, panels = plt.subplots(3, 1, figsize=(5.4, 4.2 + 1.1 * len(workers)), layout="constrained")
-    for axes, span in zip(panels, spans, strict=True):
-        _draw_span(axes, 0, "sampling", sampling)
-        _draw_span(axes, 0, "training", training)
-        for lane, stamps in enumerate(workers, start=1):
-            if axes is panels[0]:  # single rows would be too thin to see
-                _draw_span(axes, lane, "collecting", stamps[[0, -1]])
-            else:
-                _draw_span(axes, lane, "acting", stamps[:-1])
-                _draw_span(axes, lane, "stepping", stamps[1:])
-        names = [f"worker {i}, idle {share:.0%}" for i, share in enumerate(idle_shares(workers, span))]
-        axes.set_yticks(range(len(workers) + 1), ["main process", *names])
-        axes.set_ylim(len(workers) + 0.6, -0.6)
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    # Begin and end of each span, in ms.
+    spans = [(e["tid"], e["cat"], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3) for e in events if "dur" in e]
+    *_, name, origin, _ = last = max((s for s in spans if s[2].startswith("wait for itr")), key=lambda span: span[3])
+    training = max((s for s in spans if s[2] == "training"), key=lambda span: span[3])
+    batches = sorted(s for s in spans if s[1:3] == ("batch", name.removeprefix("wait for ")))
+    rows = [[s for s in spans if s[:2] == (b[0], "row") and b[3] <= s[3] < b[4]] for b in batches]
+    ends = training[4] - origin, last[4] - origin, min(sorted(own)[:ZOOM_ROWS][-1][4] for own in rows) - origin
+    figure, panels = plt.subplots(3, 1, figsize=(5.4, 4.2 + 1.1 * len(rows)), layout="constrained")
+    for axes, end in zip(panels, ends, strict=True):
+        lanes = [[("sampling", *last[3:]), ("training", *training[3:])]]
+        if axes is panels[0]:  # single rows would be too thin to see
+            lanes += [[("collecting", *batch[3:])] for batch in batches]
+        else:
+            lanes += [[span[2:] for span in own] for own in rows]
+        names = []
+        for i, (lane, batch) in enumerate(zip(lanes, [last, *batches], strict=True)):
+            for name, colour in SPANS.items():
+                bars = [(begin - origin, ended - begin) for kind, begin, ended in lane if kind == name]
+                # Hundreds of bars as shapes would make a large file.
+                axes.broken_barh(bars, (i - 0.35, 0.7), color=colour, linewidth=0, rasterized=len(bars) > 50)
+            idle = 1 - (min(batch[4] - origin, end) - max(batch[3] - origin, 0)) / end
+            names.append(f"worker {i - 1}, idle {idle:.0%}" if i else "main process")
+        axes.set_yticks(range(len(lanes)), names)
+        axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-        axes.set_xlim(0, span)
+        axes.set_xlim(0, end)
     panels[0].set(title="One iteration: sampling, then training")
     panels[1].set(title="Its sampling: workers fill their columns")
-    panels[2].set(title=f"The first {spans[2]:.1f} ms: acting and stepping", xlabel="milliseconds")
+    panels[2].set(title=f"The first {ends[2]:.1f} ms: acting and stepping", xlabel="milliseconds")
     handles = [Patch(color=colour, label=name) for name, colour in SPANS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=3)
     figure.savefig(run_dir / "timeline.svg", dpi=200)
     plt.close(figure)
-
-
-def idle_shares(workers: npt.NDArray[np.float64], end: float) -> npt.NDArray[np.float64]:
-    """For each worker, the share of the time from 0 to `end` in which it did not collect."""
-    collecting = workers[:, -1].clip(max=end) - workers[:, 0].clip(max=end)
-    return 1 - collecting / end
-
-
-def _draw_span(axes: Axes, lane: int, name: str, stamps: npt.NDArray[np.float64]) -> None:
-    """Bars from `stamps[0]` to `stamps[1]`, `stamps[2]` to `stamps[3]`, and so on."""
-    bars = [(begin, end - begin) for begin, end in stamps.reshape(-1, 2)]
-    # Hundreds of bars as shapes would make a large file.
-    axes.broken_barh(bars, (lane - 0.35, 0.7), color=SPANS[name], linewidth=0, rasterized=len(bars) > 50)
 
 
 # ---- text --------------------------------------------------------------------------------------
@@ -183,22 +177,6 @@ def measure_rates(console: Console, summary: dict[str, Any], seconds: float) -> 
         return measure_pair(config["batch_B"], config["batch_T"], len(summary["workers"]), seconds=seconds)
 
 
-def print_workers(console: Console, summary: dict[str, Any]) -> None:
-    table = Table(
-        title="seconds per worker",
-        title_justify="left",
-        caption="stepping includes resets within a batch; waiting is for the learner or for other workers",
-        caption_justify="left",
-    )
-    for heading in ("worker", "CPUs", "steps", "acting", "stepping", "resetting", "waiting"):
-        table.add_column(heading, justify="right")
-    for worker in summary["workers"]:
-        times = (f"{worker[name]:.2f}" for name in ("acting", "stepping", "resetting", "waiting"))
-        cpus = ", ".join(map(str, worker["cpus"])) or "any"
-        table.add_row(str(worker["worker_rank"]), cpus, f"{worker['steps']:,}", *times)
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="a folder given to examples/ppo.py --out")
@@ -211,7 +189,6 @@ def main() -> None:
     console = Console()
     rates = measure_rates(console, summary, arguments.seconds) if arguments.seconds > 0 else None
     print_report(console, summary, rates)
-    print_workers(console, summary)
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
         plot_learning_curve(arguments.run_dirs, summary["config"])
         plot_timeline(run_dir)

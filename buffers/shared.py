@@ -61,6 +61,7 @@ class NamedMemory:
     """
 
     _descriptor: InheritedFd | None = None  #: of the shared memory or the file
+    _access = mmap.ACCESS_DEFAULT
 
     def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = BATCH_REMEDY) -> None:
         """An error says that `purpose` needs the memory, and what to do: `remedy`."""
@@ -71,7 +72,7 @@ class NamedMemory:
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
             return
         try:
-            self._allocate(InheritedFd(system.anonymous_memory("penstock")))
+            self._allocate(self._new_file())
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
             # Descriptors are missing, or a signal handler of the user's has raised a TimeoutError.
             if error.errno in (errno.EMFILE, errno.ENFILE, None):
@@ -80,6 +81,10 @@ class NamedMemory:
                 f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Raise the limit "
                 f"(ulimit -v), or {remedy}"
             ) from error
+
+    def _new_file(self) -> InheritedFd:
+        """An empty file for the shared memory."""
+        return InheritedFd(system.anonymous_memory("penstock"))
 
     def _lay_out(self, specs: NamedArrays) -> None:
         self.nbytes = 0  #: the size of all arrays in bytes, with the gaps between them; _place adds them up
@@ -103,7 +108,7 @@ class NamedMemory:
     def _map(self, fd: int) -> None:
         # Before Python 3.13, the mapping keeps a duplicate of the descriptor as long as it lives.
         options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-        self._buffer = mmap.mmap(fd, max(1, self.nbytes), **options)
+        self._buffer = mmap.mmap(fd, max(1, self.nbytes), access=self._access, **options)
 
         def view(spec: ArraySpec) -> npt.NDArray[Any]:
             count = math.prod(spec.shape)

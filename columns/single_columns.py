@@ -23,7 +23,7 @@ from penstock.envs.infos import InfoWriter
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.errors import SpaceError, brief
-from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
+from penstock.workers.control import ENV_RANK, HEARTBEAT, LONG_RESET_NS, PHASE, RESETTING, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 _CUT = object()  # stands in the place of a final observation
@@ -225,7 +225,9 @@ class SingleColumns(ListedColumns, Columns):
             words[PHASE], words[ENV_RANK] = _IS_RESETTING, self.env_ranks[e]
             words[HEARTBEAT] = began = monotonic_ns()
             result = self.envs[e].reset(seed=None) if is_plain else self._begin(e, start)
-            words[RESETTING] += monotonic_ns() - began
+            words[RESETTING] += (took := monotonic_ns() - began)
+            if took >= LONG_RESET_NS:
+                self.progress.note_long_reset(began, took)
             if result.__class__ is not tuple or len(result) != 2 or result[1].__class__ is not dict:
                 result = checked_reset(result, self.env_ranks[e])
             observation, self.reset_infos[e] = result

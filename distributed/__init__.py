@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from penstock.distributed.actor_worker import Actors, ActorWorker
     from penstock.distributed.experiment import Experiment, RunningExperiment
     from penstock.distributed.keys import Connection
-    from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
     from penstock.distributed.names import NameClient
     from penstock.distributed.panel import ControlPanel, Response, WorkerControlPanel
     from penstock.distributed.pieces import Batch
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.distributed.ray_sampler import Piece, RaySampler, RayStats, ShardStats
     from penstock.distributed.remote import RpcClient, RpcServer
     from penstock.distributed.role import PollResult, Worker
+    from penstock.distributed.run_state import RunState
     from penstock.distributed.statuses import Status
     from penstock.distributed.streams import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
     from penstock.distributed.trainer_worker import Trainer, TrainerWorker, Training
@@ -27,7 +27,6 @@ _NAMES_OF = {
     "actor_worker": ("ActorWorker", "Actors"),
     "experiment": ("Experiment", "RunningExperiment"),
     "keys": ("Connection",),
-    "metric_sinks": ("JsonLines", "MetricsSink", "RunState"),
     "names": ("NameClient",),
     "panel": ("ControlPanel", "Response", "WorkerControlPanel"),
     "pieces": ("Batch",),
@@ -35,6 +34,7 @@ _NAMES_OF = {
     "ray_sampler": ("Piece", "RaySampler", "RayStats", "ShardStats"),
     "remote": ("RpcClient", "RpcServer"),
     "role": ("PollResult", "Worker"),
+    "run_state": ("RunState",),
     "statuses": ("Status",),
     "streams": ("InferenceClient", "InferenceInbox", "SampleConsumer", "SampleProducer"),
     "trainer_worker": ("Trainer", "TrainerWorker", "Training"),
@@ -51,8 +51,6 @@ __all__ = [
     "Experiment",
     "InferenceClient",
     "InferenceInbox",
-    "JsonLines",
-    "MetricsSink",
     "NameClient",
     "Piece",
     "Policies",

@@ -21,12 +21,12 @@ from penstock.distributed.actor_worker import Actors, ActorWorker
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess
-from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
 from penstock.distributed.names import NameClient
 from penstock.distributed.panel import WHERE_ITS_LOG_IS, ControlPanel, WireName
 from penstock.distributed.parameters import layout_of, read_parameters
 from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
 from penstock.distributed.role import Worker
+from penstock.distributed.run_state import RunState, to_file
 from penstock.distributed.statuses import Status
 from penstock.distributed.trainer_worker import TrainerWorker, Training
 from penstock.envs import fresh_seed
@@ -358,25 +358,26 @@ class RunningExperiment(Closing):
         until: Callable[[RunState], bool],
         *,
         timeout: float = float("inf"),
-        metrics: str | Path | MetricsSink | None = None,
+        metrics: str | Path | Callable[[RunState], object] | None = None,
     ) -> RunState:
         """Watch the workers until `until(state)` is True, or for `timeout` seconds. Returns the last state.
 
         Args:
             until: called four times a second.
-            metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
-                another `MetricsSink`.
+            metrics: where the figures of all workers go, once a second and at the end: a file, which gets a line of
+                JSON each time, or a function that takes the state.
 
         Raises `ClusterError` if workers have failed too often: see `max_restarts`.
         """
         deadline, write_at = time.monotonic() + timeout, 0.0
-        sink = JsonLines(metrics) if isinstance(metrics, str | Path) else metrics
+        if isinstance(metrics, str | Path):
+            metrics = to_file(metrics)
         while True:
             state = self.state()
             is_last = until(state) or time.monotonic() >= deadline
-            if sink is not None and (is_last or time.monotonic() >= write_at):
+            if metrics is not None and (is_last or time.monotonic() >= write_at):
                 write_at = time.monotonic() + _WRITE_SECONDS
-                sink.write(state)
+                metrics(state)
             if is_last:
                 return state
             self._watch_all(state.workers)

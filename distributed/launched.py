@@ -110,7 +110,6 @@ class LaunchedProcess:
                 return "its process has ended"
             if status_of(self.pid) == "stopped":
                 return "its process was stopped by a signal"
-            self._stacks.clear()
             return self._stacks.ask(self.pid)
 
 

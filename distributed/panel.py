@@ -74,7 +74,7 @@ class ControlPanel(Closing):
         host: for "zmq": the address of this machine at which other machines reach it; by default no other one does.
         port: for "zmq": of the name table; 0 for any free one.
         file: for "zmq": write the connection file here. With it, workers on other machines can join, and
-            `penstock status` shows the workers.
+            `penstock top --join` shows the workers.
     """
 
     def __init__(

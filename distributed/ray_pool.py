@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import ray
 from ray import exceptions as ray_errors
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -35,15 +33,19 @@ from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.stats import WorkerStats
 from penstock.workers import sigint
-from penstock.workers.control import Command
+from penstock.workers.control import ASKED, DONE, Command
 from penstock.workers.failures import Restarts
 from penstock.workers.plan import split
+
+if TYPE_CHECKING:
+    from penstock.workers.tracing import Recorded
 
 _log = logging.getLogger("penstock")
 
 _SLICE_SECONDS = 0.05  # how soon a wait notices that another thread closes the pool
 _PING_SECONDS = 1.0  # how often a shard that works is asked whether it can be reached
 _PLACE_SECONDS = 30.0  # how much longer than `start_timeout` a shard may take: Ray starts a process first
+_CLOCK_LOOKS = 5  # at the clock of each node, for a trace: the fastest answer is the most exact
 _CLOSE_SECONDS = 3.0
 _CLOSE_BROKEN_SECONDS = 0.5
 
@@ -76,7 +78,6 @@ class Shard:
     plan: ShardPlan
     earlier: tuple[WorkerStats, ...]  #: figures of the workers of all actors before this one
     figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, in its last reply
-    timeline: npt.NDArray[np.float64] | None = None  #: of its last reply
     actor: Any = None
     generation: int = 0
     started: Started | None = None  #: None until it is ready
@@ -161,6 +162,7 @@ class ShardPool:
         self._parameters: list[Any] = [None] * len(memory.parameters)
         self._owner_pid, self._close_lock = os.getpid(), threading.RLock()  # a signal handler may call `close` in it
         self._have_ended = False  # whether the shards have ended
+        memory.control.note_opening(Command(), time.monotonic_ns(), len(plans))  # the start
         self._spec, self._group = ray.put(spec), None
         # Orders have one thread, so that Ray keeps their sequence. What must not wait for them has another one.
         self._cls = ray.remote(concurrency_groups={"control": 1})(ShardHost)
@@ -185,7 +187,7 @@ class ShardPool:
         cls = self._cls.options(**actor_options(self._needs, strategy), max_restarts=0, max_task_retries=0)
         shard.actor = cls.remote(index, shard.generation)
         shard.started, shard.node, shard.ping, shard.since = None, None, None, time.monotonic()
-        shard.earlier, shard.figures, shard.timeline = shard.totals(), (), None
+        shard.earlier, shard.figures = shard.totals(), ()
         shard.versions = [1] * len(self._versions)
         shard.orders = deque([(0, shard.actor.start.remote(self._spec))])
         self._ready = deque(other for other in self._ready if other is not shard)
@@ -294,7 +296,6 @@ class ShardPool:
             shard.started, shard.node = reply, reply.node
         else:
             shard.figures = reply.workers
-            shard.timeline = reply.timeline.copy()  # Ray frees the rest
         shard.orders.popleft()
         return shard, number, reply
 
@@ -338,6 +339,7 @@ class ShardPool:
         batch, or has not started, gets it later. With `depth`, each makes pieces without end, the next one for the next
         `itr`, and has so many orders at a time."""
         self._number, self._command, self._message, self._depth = self._number + 1, command, message, depth
+        self._memory.control.note_opening(command, time.monotonic_ns(), len(self.shards))
         try:
             for shard in self.shards:
                 shard.taken, shard.results = 0, []
@@ -363,6 +365,8 @@ class ShardPool:
 
         Raises what `_take` raises. `how` is only for a `WorkerPool`.
         """
+        control = self._memory.control
+        control.note_wait(control.n_openings, ASKED)
         while not self._is_complete:
             if (came := self._take(during)) is not None:
                 shard, reply = came
@@ -377,6 +381,9 @@ class ShardPool:
                 for path, target in self._slot.items():
                     target[shard.place(path)] = 0
             _log.info("%s: without %s", during, ", ".join(map(str, missing)))
+        control.note_wait(control.n_openings, DONE)
+        if control.watcher is not None:
+            control.watcher(control.n_openings, control, self.recorded)
 
     def next_piece(self, newest: Sequence[int], max_staleness: int | None) -> tuple[Shard, Reply, int, int]:
         """Wait for the next piece that is not too old. Returns it with its itr and its staleness. `newest`: the newest
@@ -411,6 +418,34 @@ class ShardPool:
         if joined and not isinstance(joined[0], ObjectMessage):
             joined.sort(key=itemgetter(0, 1))
         return joined
+
+    def recorded(self) -> list[Recorded]:
+        """What the driver and the shards have done lately, for a trace. Each node has its own clock. A shard that does
+        not answer is left out."""
+        from penstock.workers import tracing  # here, since few need it
+
+        about = tracing.describe("RaySampler", self._config.batch_T, ()) | {"batch_B": self._config.batch_B}
+        found = [tracing.read(self._memory.control.memory.arrays, about, is_over=self._have_ended)]
+        for shard in [] if self._have_ended else self._started:
+            try:
+                waits = [self._ask_clock(shard) for _ in range(_CLOCK_LOOKS)]
+                parts = ray.get(shard.ask("recorded"), timeout=_CLOSE_SECONDS)
+            except ray_errors.RayError as error:
+                _log.warning("%s is not in the trace: %s", shard, error)
+                continue
+            within, shift = min(waits)
+            for part in parts:
+                facts = {"kind": f"{shard}: {part.about['kind']}", "clock_within_us": within / 1000}
+                found.append(replace(part, shift=shift, about={**part.about, **facts}))
+        return found
+
+    def _ask_clock(self, shard: Shard) -> tuple[int, int]:
+        """How exact the answer is, and what must be added to times of the shard, in nanoseconds: it has looked at its
+        clock in the middle of the question."""
+        began = time.monotonic_ns()
+        theirs: int = ray.get(shard.ask("clock"), timeout=_CLOSE_SECONDS)
+        half = (time.monotonic_ns() - began) // 2
+        return half, began + half - theirs
 
     def statuses(self) -> list[Any]:
         """Nothing: `RaySampler` shows the shards."""

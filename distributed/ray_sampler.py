@@ -9,9 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from penstock.arguments import integer, must_be, number, one_of, seconds
 from penstock.buffers import Samples, pickling
 from penstock.buffers.slots import batch_view, layouts_of
@@ -353,16 +350,6 @@ class RaySampler(Sampler):
         )
         nbytes, difference = self.run.memory.nbytes, self.run.inference_difference
         return RayStats(workers, nbytes, difference, shards=shards)
-
-    def timeline(self) -> npt.NDArray[np.float64]:
-        """Times of the last batch, as for one sampler, of the workers of all shards that have answered. Each node has
-        its own clock."""
-        shards = self._shard_pool("timeline").shards
-        timelines = [shard.timeline for shard in shards if shard.timeline is not None]
-        # in turns, each shard has its own number of rounds
-        most = max((timeline.shape[1] for timeline in timelines), default=0)
-        timelines = [np.pad(timeline, ((0, 0), (0, most - timeline.shape[1])), "edge") for timeline in timelines]
-        return np.concatenate(timelines) if timelines else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:
         state, shards = self._guard.state, [] if self._run is None else self._shard_pool("repr").shards

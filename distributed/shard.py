@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from penstock import errors
@@ -143,7 +143,6 @@ class Reply:
     results: Trajectories  #: finished trajectories, or the results of a call
     versions: tuple[int, ...]  #: by policy: the version of the parameters that acted
     workers: tuple[WorkerStats, ...]  #: the figures of its workers
-    timeline: npt.NDArray[np.float64]
 
 
 class ShardHost:
@@ -165,6 +164,14 @@ class ShardHost:
         """From the next order on, act with these parameters of some policies."""
         for parameter in parameters:
             self._parameters[parameter[0]] = parameter
+
+    def clock(self) -> int:
+        """The time on this node, for traces."""
+        return time.monotonic_ns()
+
+    def recorded(self) -> Any:
+        """What its workers have done lately, for traces."""
+        return self._sampler.run.pool.recorded()
 
     def close(self) -> None:
         """Close the sampler. An order that runs gets an error as its reply."""
@@ -225,7 +232,7 @@ class ShardHost:
                 arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
             versions = tuple(memory.version for memory in shared)
             results = [_portable(item) for item in results]
-            return Reply(arrays, results, versions, sampler.stats().workers, sampler.timeline())
+            return Reply(arrays, results, versions, sampler.stats().workers)
         except BaseException as error:
             return Failure.of(error)
 

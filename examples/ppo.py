@@ -34,7 +34,7 @@ from penstock.learning import gae
 class Config:
     """Each field is also an option of the command line: `--batch-T 64`."""
 
-    out: str = "runs/cartpole"  # folder for progress.csv, timeline.npz and summary.json
+    out: str = "runs/cartpole"  # folder for progress.csv, trace.json and summary.json
     env_id: str = "CartPole-v1"
     seed: int = 0
     goal: float = 475.0  # mean return of an evaluation that counts as solved
@@ -162,8 +162,9 @@ def main(cfg: Config) -> dict[str, Any]:
             samples, traj_infos = sampler.obtain_samples(itr)
             training_began = time.monotonic()
             optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - steps / cfg.total_steps)
-            train(agent, optimizer, samples, cfg)
-            agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
+            with sampler.mark("training"):  # a span of trace.json
+                train(agent, optimizer, samples, cfg)
+                agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
             times = sampling_began, training_began, time.monotonic()
 
             steps += cfg.batch_T * cfg.batch_B
@@ -180,7 +181,7 @@ def main(cfg: Config) -> dict[str, Any]:
             if reached or steps >= cfg.total_steps or time.monotonic() - began > cfg.time_limit:
                 break
 
-        np.savez(out / "timeline.npz", workers=sampler.timeline(), sampling=times[:2], training=times[1:])
+        sampler.trace(out / "trace.json")
         summary: dict[str, Any] = {
             "config": asdict(cfg),
             "goal_reached": reached,

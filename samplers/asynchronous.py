@@ -212,6 +212,7 @@ class Ahead(Schedule):
             if self._lag is not None and batch.opening > awaited:
                 break
             infos = self._infos(run, batch)
+            pool.note_taken(batch.opening)
             feed.take(batch.number, infos)
             run.metrics.training.extend(infos)
             self._note_versions(run, batch.number)
@@ -365,7 +366,8 @@ class AsyncSampler(Sampler):
             if not ahead.open and self.state is _PAUSED:  # the end of a loop that takes all that is complete
                 return None
             ahead.require_batch(run, "poll_samples")
-            return ahead.take(run, itr) if _pool(run).has_completed(ahead.open[0].opening) else None
+            is_complete = _pool(run).has_completed(ahead.open[0].opening)
+            return ahead.wait_and_take(run, itr) if is_complete else None
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -307,19 +307,20 @@ class InferenceServer:
             wake(rank)
 
     def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
-        began = time.monotonic()
-        self.progress.enter(Phase.ACTING)
+        began, n_columns = self.progress.enter(Phase.ACTING), 0
         try:
             if for_values:
                 self._batch.value(ranks)
             else:
-                self._totals.count_step(self._batch.step(ranks))
+                self._totals.count_step(n_columns := self._batch.step(ranks))
         except Exception as error:
             self._error = self._worker_error(error, "acting", ranks)
             self._fingerprint = None  # the next round raises the error
+            ended = time.monotonic_ns()
         else:
-            self.progress.enter(Phase.SERVING)
-        self._totals.add_seconds(acting=time.monotonic() - began)
+            ended = self.progress.enter(Phase.SERVING)
+        self._totals.add_seconds(acting=(ended - began) / 1e9)
+        self._control.note_served(began, ended, n_columns, self._control.version(-1))
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         """The ranks that request values, that request actions, and that work on their batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from penstock.samplers.refusals import refuse
 from penstock.samplers.results import EVALUATION, Trajectories, ends_of_trajectories, in_order, infos_from_messages
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, worker_stats
 from penstock.workers.call_guard import CallGuard
-from penstock.workers.control import Command
+from penstock.workers.control import PUBLISHED, Command
 from penstock.workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class Run:
         # Of agents that have parameters.
         self._unpublished = {name: UnpublishedChanges(agent, shared) for (name, agent), shared in pairs if shared.names}
         self._warned_of_late_rewards = False
+        note = weakref.WeakMethod(self.memory.control.note_event)  # the parameters must not keep the memory
+        for shared in self.memory.parameters:
+            shared.on_published = lambda began, version: (event := note()) and event(PUBLISHED, began, version)
 
     @property
     def agent(self) -> Agent:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from penstock.agents import Agent, FunctionAgent
 from penstock.arguments import integer, one_of, true_or_false
@@ -38,6 +37,7 @@ from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self, Unpack
 
     from penstock.samplers.allocation import SeatingPlan
@@ -181,7 +181,7 @@ class Sampler(ABC):
                 if acting.has_processes:  # so that a learner on a GPU copies batches at full speed
                     resources.enter_context(run.agent.runtime.page_locked(run.memory.samples.whole))
                 allocation = schedule.connect(run, allocation, resources)
-                options = pool_options(self.config, allocation, has_death_logger=schedule.is_ahead)
+                options = pool_options(type(self).__name__, self.config, allocation, has_death_logger=schedule.is_ahead)
                 run.pool = acting.start(allocation, options, resources)
             self._run = run
             self._guard.start(self, run.pool)
@@ -456,16 +456,52 @@ class Sampler(ABC):
             version = run.by_policy(dict.fromkeys(run.agents))
         return run.metrics.figures(self.stats(), server, version)
 
-    def timeline(self) -> npt.NDArray[np.float64]:
-        """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
-        began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch. In games in
-        turns, row t is round t. There are as many rows as the worker with the most has rounds, and those of the others
-        are followed by the end of their batches."""
-        run = self._require_run("timeline")
-        times = np.stack([run.memory.control.timeline(plan.worker_rank) for plan in run.plans])
-        if not run.seating.in_turns:
-            return times
-        return times[:, : int((times < times[:, -1:]).sum(1).max()) + 1]
+    def trace(
+        self, path: str | os.PathLike[str], *, profile: torch.profiler.profile | str | os.PathLike[str] | None = None
+    ) -> Path:
+        """Write what the workers and this process have done lately into a file, and return its path. Open it at
+        https://ui.perfetto.dev: it shows who was slow, who waited for whom, and what hangs. Nothing has to be switched
+        on before. It has the last 512 batches, with each row of the last 31 (`batch_T=128`) to 512 of them. docs/see.md
+        explains it. Call it at any time after `initialize`: after a failure, after `shutdown`, and from another thread
+        while a call hangs.
+
+        `profile` is a `torch.profiler.profile` that was stopped, or the file that it has exported: its events are
+        beside the others, on the same clock.
+
+        Raises `ConfigError` if the file cannot be written, or if `profile` cannot be read; `SamplerStateError` before
+        `initialize`.
+        """
+        from penstock.workers import tracing  # here, since few need it
+
+        return tracing.write(path, self._require_run("trace").pool.recorded(), profile)
+
+    def trace_when_slow(
+        self, folder: str | os.PathLike[str], *, factor: float = 3.0, least: float = 0.1, most: int = 5
+    ) -> None:
+        """From now on, write a trace into `folder` after each batch that takes `factor` times as long as the last 50 on
+        average, and at least `least` seconds; `most` files in all. A warning of the logger "penstock" says which worker
+        was the last, and where its time went. The first 20 batches only count for the average.
+
+        Raises `ConfigError` for wrong arguments, or if the folder cannot be made; `SamplerStateError` before
+        `initialize`.
+        """
+        from penstock.workers import tracing
+
+        run = self._require_run("trace_when_slow")
+        env_ranks = [plan.env_ranks for plan in run.plans]
+        run.memory.control.watcher = tracing.SlowBatches(folder, factor, least, most, env_ranks)
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """A span of the trace: `with sampler.mark("update"): ...`. Marks may be nested, and any thread may make them.
+        The first 63 names of at most 32 bytes are kept.
+
+        Raises `SamplerStateError` before `initialize` and after `shutdown`, and after a failure its error.
+        """
+        from penstock.workers import tracing
+
+        control = self._require_run("mark").memory.control
+        self._guard.check_alive("mark")
+        return tracing.mark(control, name)
 
     def __repr__(self) -> str:
         state = self._guard.state

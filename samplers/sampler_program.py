@@ -170,7 +170,7 @@ class SamplerProgram:
         envs = [build(context) for build, context in zip(builds, contexts, strict=True)]
         columns: SingleColumns | LockStepColumns
         if self.seating.has_games:
-            # The first policy writes the timeline of training.
+            # The first policy writes the stamps of training.
             columns = self._seats(envs, policies, env_ranks, (progress, untimed), checks)
         else:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)

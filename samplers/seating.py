@@ -57,7 +57,7 @@ class Seating:
         return env_rank * self.width + (self.width - 1 if seat is None else seat)
 
     def most_rounds(self, batch_T: int) -> int:
-        """The most rows in the timeline of a batch."""
+        """The most rows that a batch has stamps of."""
         if not self.in_turns:
             return batch_T
         # A round for each decision, and one for each game that asked nobody or has failed.

@@ -115,9 +115,12 @@ class CallerSteps(Acting):
         )
 
 
-def pool_options(config: SamplerConfig, allocation: Allocation, *, has_death_logger: bool) -> PoolOptions:
+def pool_options(kind: str, config: SamplerConfig, allocation: Allocation, *, has_death_logger: bool) -> PoolOptions:
     """The options of the pool, from `config`."""
     return config.pool_options(
+        kind=kind,
+        batch_T=config.batch_T,
+        crash_dir=config.crash_dir,
         has_death_logger=has_death_logger,
         episode_of=None if allocation.log_reader is None else allocation.log_reader.of_failure,
         preload=(*PRELOAD_TO_ACT, *PRELOAD),

@@ -109,7 +109,7 @@ def start_method(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session", autouse=True)
 def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Folders of lock files for this process alone: several tests run at once, and each must find its CPUs free."""
-    for kind in ("PORT", "CPU"):
+    for kind in ("PORT", "CPU", "RUN"):
         os.environ[f"PENSTOCK_{kind}_FOLDER"] = str(tmp_path_factory.mktemp(kind) / "locks")
 
 

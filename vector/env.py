@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import gymnasium as gym
@@ -54,6 +56,7 @@ from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity, OnWorkerFailure, StartMethod
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self
 
 _T = TypeVar("_T")
@@ -408,6 +411,23 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         """Leave it to the environments whether `reset` must come first, as Stable-Baselines3 does."""
         if self._guard.state is State.NEW and self.seats is None:
             self._guard.state = State.READY
+
+    # ---- traces ----------------------------------------------------------------------------
+
+    def trace(
+        self, path: str | os.PathLike[str], *, profile: torch.profiler.profile | str | os.PathLike[str] | None = None
+    ) -> Path:
+        """As `Sampler.trace`: write what the workers have done in the last 512 steps, resets and calls."""
+        from penstock.workers import tracing  # here, since few need it
+
+        return tracing.write(path, self._workers.recorded(), profile)
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """As `Sampler.mark`."""
+        from penstock.workers import tracing
+
+        self._guard.check_alive("mark")
+        return tracing.mark(self._workers.control, name)
 
     # ---- send and recv ---------------------------------------------------------------------
 

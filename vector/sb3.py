@@ -73,6 +73,8 @@ class Sb3VecEnv(VecEnv):
         envs.allow_step_before_reset()
         envs._guard.expected[State.STEPPING] = _EXPECTED
         self.envs, self._is_behind = envs, False
+        #: As those of `ShmVectorEnv`.
+        self.trace, self.mark = envs.trace, envs.mark
         # The environment of each row. Environments of several agents have several rows, and batched ones too.
         self._env_of = envs.env_of_rows
         # The rows that have their own seeds, options and pictures.

@@ -35,6 +35,8 @@ class TianshouVectorEnv:
                 'autoreset_mode="DISABLED" and copy=True, on environments of one agent'
             )
         self.envs, self.env_num = envs, envs.num_envs
+        #: As those of `ShmVectorEnv`.
+        self.trace, self.mark = envs.trace, envs.mark
         self.observation_space = [envs.single_observation_space] * envs.num_envs
         self.action_space = [envs.single_action_space] * envs.num_envs
 

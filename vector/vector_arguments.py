@@ -184,6 +184,7 @@ def as_options(context: StartMethod | None, **given: Unpack[PoolKeywords]) -> Po
     start_method = checks_of(PoolArguments)["start_method"]("context", context or PoolArguments.start_method)
     return replace(PoolArguments(**given), start_method=start_method).pool_options(
         preload=("penstock.vector.step_program", "gymnasium.envs.classic_control"),
+        kind="ShmVectorEnv",
         keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards
     )
 

@@ -77,6 +77,11 @@ class CallGuard(Generic[_State]):
         if self._is_closed:
             raise SamplerClosedError(f"{self._close_call} was called during start-up")
 
+    def check_alive(self, name: str) -> None:
+        """Raise the error of the call `name` if the owner is closed or broken."""
+        if self.state in (self._broken, self._closed):
+            raise self._refusal(name, is_busy=False)
+
     def start(self, owner: object, pool: Any) -> None:
         """Wait until the workers of `pool` are ready. From now on the pool is closed with `owner`, and at exit."""
         # Runs when `owner` is garbage-collected, and at exit before multiprocessing joins children.

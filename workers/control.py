@@ -3,24 +3,28 @@
 Every word has one writer. Loads and stores of aligned 8-byte words are atomic, so reading one needs no lock.
 Order of writes: first the data, then the word that announces it. Each worker has a row of words about its progress,
 which it alone writes.
+
+The rings keep what happened, for `tracing.py`: a later entry overwrites the oldest.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
-from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.buffers.shared import ArraySpec
 from penstock.errors import SamplerStateError
+from penstock.workers.about import RunMemory
 
 
 class Phase(enum.IntEnum):
@@ -75,6 +79,20 @@ LATE = RING  # how many rewards have come for agents that did not act
 RENEWALS, CUTS = RING + 1, RING + 2  # how often an environment was built again, and how many episodes it has cut
 # The parts of RESETTING: at the start, in evaluations and calls, between batches, and within them.
 FIRST, APART, BETWEEN, WITHIN = range(RING + 3, RING + 7)
+PID = RING + 7  # of the process that runs the worker
+
+# The rings: how many entries each has. Entry k of `records` and `openings` is at k % N_KEPT.
+N_KEPT, N_RESETS, N_EVENTS, N_NAMES = 512, 256, 1024, 64
+# A record is a copy of the worker's row at barrier_out, except for these two words: when the worker came to barrier_in,
+# and when it saw the opening.
+CAME, SAW = PHASE, T
+# The words of an opening. ASKED, DONE: when the main process began and ended its wait for it; DONE is older while it
+# waits. TOGETHER: each worker counts this opening by the same number.
+NUMBER, ITR, KIND, NEWEST, OPENED, ASKED, DONE, TOGETHER = range(8)
+PUBLISHED, MARKED, RESTARTED = 1, 2, 3  # the kinds of events; 0: none
+_ROW_BYTES = 1 << 16  # of each worker's stamps
+LONG_RESET_NS = 100_000  # a shorter reset is not kept
+_MANY_ROWS = 16  # from here on, numpy adds faster than Python
 
 # The word ENV_RANK has, above these bits, which policy acts: its index + 1, or 0 where there is only one.
 WHO_BITS = 32
@@ -125,11 +143,22 @@ class Progress:
         #: From the phase to the env_rank: `step_ordinary` writes them.
         self.loop_words = self.words[PHASE : ENV_RANK + 1]
         self._replied = memoryview(control.memory.arrays.replied[worker_rank])
+        # The stamps of the last openings, and the part for this one.
         self._timeline = control.memory.arrays.timeline[worker_rank]
-        self._stamps = memoryview(self._timeline)
+        self._row, (self._n_rows, self._row_words) = 0, self._timeline.shape
+        self._all_stamps: Any = memoryview(self._timeline.reshape(-1))
+        self._stamps: Any = self._all_stamps[: self._row_words]
+        # Times acting are the sum of the stamps with these signs.
+        self._signs = np.resize([-1, 1], self._row_words)
+        self._signs[-1] = 0
+        self._records: Any = memoryview(control.memory.arrays.records[worker_rank].reshape(-1))
+        self._copied = self.words[SAW + 1 :]  # into each record
+        self._resets = control.memory.arrays.resets[worker_rank]
+        self._next_reset = int(self._resets[:, -1].argmin())  # the oldest: this worker may replace another
         # How many results each command has sent, by the number of its opening: the main process may read the count of
         # one command while the worker runs the next.
         self._n_results = memoryview(control.memory.arrays.n_results[worker_rank])
+        self._n_results[PID] = os.getpid()
         self._resetting, self._part = self.words[RESETTING], FIRST  # what has been counted, and where the rest belongs
 
     def _count_resets(self, part: int) -> int:
@@ -173,7 +202,7 @@ class Progress:
         self.enter(Phase.DECORRELATING)
 
     def begin_row(self, t: int) -> int:
-        """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic_ns()`."""
+        """As `begin_acting`, outside a batch: it has no stamps. Returns `time.monotonic_ns()`."""
         self.words[T] = t
         now = self.enter(Phase.ACTING)
         if self._main[QUIT]:
@@ -188,21 +217,38 @@ class Progress:
         """A training batch of `n_rows` rows and `n_steps` environment steps is complete: add to the totals. Its last
         row ended at `ended_ns`. Resets are no part of the time of stepping."""
         words, stamps, end = self.words, self._stamps, 2 * n_rows
-        self._timeline[end:] = ended_ns
-        began_acting, began_stepping = sum(stamps[:end:2]), sum(stamps[1:end:2])
-        stepping = began_acting - stamps[0] + ended_ns - began_stepping
-        words[ACTING] += began_stepping - began_acting
-        words[STEPPING] += stepping - self._count_resets(WITHIN)
+        if end + 1 == self._row_words:
+            stamps[end] = ended_ns
+        else:
+            self._timeline[self._row, end:] = ended_ns
+        if n_rows >= _MANY_ROWS:
+            acting = int(self._signs.dot(self._timeline[self._row]))
+        else:
+            acting = sum(stamps[1:end:2]) - sum(stamps[:end:2])
+        words[ACTING] += acting
+        words[STEPPING] += ended_ns - stamps[0] - acting - self._count_resets(WITHIN)
         words[BATCHES] += 1
         words[STEPS] += n_steps
 
     def add_resetting_since(self, began_ns: int) -> None:
         """Add time spent in `env.reset`."""
-        self.words[RESETTING] += time.monotonic_ns() - began_ns
+        took = time.monotonic_ns() - began_ns
+        self.words[RESETTING] += took
+        if took >= LONG_RESET_NS:
+            self.note_long_reset(began_ns, took)
 
-    def add_waiting(self, seconds: float) -> None:
-        """Add time spent at barrier_in."""
-        self.words[WAITING] += int(seconds * 1e9)
+    def note_long_reset(self, began_ns: int, took_ns: int) -> None:
+        """Keep a reset of the environment in use for the trace."""
+        env_rank, t = self.words[ENV_RANK] & (1 << WHO_BITS) - 1, self.words[T]
+        self._resets[self._next_reset] = env_rank, t, began_ns, began_ns + took_ns
+        self._next_reset = (self._next_reset + 1) % N_RESETS
+
+    def begin_record(self, came_ns: int, saw_ns: int) -> None:
+        """The worker came to barrier_in, and has seen the opening. The time between is that of waiting."""
+        words, records = self.words, self._records
+        words[WAITING] += saw_ns - came_ns
+        at = (words[ARRIVED] + 1) % N_KEPT * ROW_WORDS
+        records[at], records[at + 1] = came_ns, saw_ns
 
     # ---- gates -----------------------------------------------------------------------------
 
@@ -216,6 +262,8 @@ class Progress:
         if self.words[RESETTING] != self._resetting:
             self._count_resets(self._part)
         self._part = BETWEEN
+        at = value % N_KEPT * ROW_WORDS
+        self._records[at + SAW + 1 : at + ROW_WORDS] = self._copied
         fence()
         self.words[ARRIVED] = value
 
@@ -235,6 +283,9 @@ class Progress:
         words[PHASE] = Phase.BEGINNING
         words[T] = -1  # no time step yet: the batch still holds the one before
         words[BEGUN] = number
+        self._row = row = number % self._n_rows
+        at = row * self._row_words
+        self._stamps = self._all_stamps[at : at + self._row_words]
 
     @property
     def n_results(self) -> int:
@@ -289,7 +340,7 @@ class Progress:
 
 
 class UntimedProgress(Progress):
-    """For rows that do not belong to the timeline and the totals of training: an evaluation, or a second policy."""
+    """For rows that do not belong to the stamps and the totals of training: an evaluation, or a second policy."""
 
     def begin_acting(self, t: int) -> None:
         self.begin_row(t)
@@ -300,6 +351,7 @@ class UntimedProgress(Progress):
 
 _KIND = (1 << KIND_BITS) - 1
 _WORDS = struct.Struct("5q")  # a command
+_OPENING, _ENTRY = struct.Struct("8q"), struct.Struct("4q")
 _COMMAND_BYTES = 64  # of each command: a cache line
 
 
@@ -320,15 +372,17 @@ class Command(NamedTuple):
 
 
 class ControlBlock:
-    """Flags, commands and gate counts for `n_workers` workers, one progress row each, and the times of the last batch.
+    """Flags, commands and gate counts for `n_workers` workers, one progress row each, and the rings.
 
-    The main process writes `quit`, `stop_eval`, the commands, `opened` and `generation`. Each worker writes its
-    progress row and its row of `n_results`. `replied`, with REPLIED and BEGAN_WITH for each worker, belongs to the
-    inference server, in whichever process that runs.
+    The main process writes `quit`, `stop_eval`, the commands, `opened`, `generation`, and the rings `openings`,
+    `events` and `names`. Each worker writes its progress row, its row of `n_results`, and its rings `timeline`,
+    `records` and `resets`. `replied`, with REPLIED and BEGAN_WITH for each worker, and the ring `served` belong to the
+    inference server, in whichever process that runs. All times are in nanoseconds of `time.monotonic_ns`.
     """
 
     def __init__(self, n_workers: int, most_rows: int, *, shared: bool) -> None:
-        int64 = np.dtype(np.int64)
+        int64, stamps = np.dtype(np.int64), 2 * most_rows + 1
+        n_rows = max(2, min(N_KEPT, _ROW_BYTES // (8 * stamps)))
         specs = NamedArrays(
             words=ArraySpec((ROW_WORDS,), int64),
             commands=ArraySpec((n_workers, RING, _COMMAND_BYTES // 8), int64),
@@ -337,9 +391,16 @@ class ControlBlock:
             generation=ArraySpec((n_workers,), int64),
             replied=ArraySpec((n_workers, ROW_WORDS), int64),
             progress=ArraySpec((n_workers, ROW_WORDS), int64),
-            timeline=ArraySpec((n_workers, 2 * most_rows + 1), int64),  # nanoseconds of time.monotonic_ns
+            # By opening: in row t, the worker began to act at [2 t] and to step at [2 t + 1]; then the end.
+            timeline=ArraySpec((n_workers, n_rows, stamps), int64),
+            records=ArraySpec((n_workers, N_KEPT, ROW_WORDS), int64),
+            openings=ArraySpec((N_KEPT, 8), int64),
+            resets=ArraySpec((n_workers, N_RESETS, 4), int64),  # env_rank, t, begin, end
+            served=ArraySpec((N_EVENTS, 4), int64),  # begin, end, environments, version
+            events=ArraySpec((N_EVENTS, 4), int64),  # kind, begin, end; the version, index in `names` or worker
+            names=ArraySpec((N_NAMES,), np.dtype("S32")),  # of marks
         )
-        self.memory = NamedMemory(specs, shared=shared, purpose="the control block")
+        self.memory = RunMemory(specs, shared=shared, purpose="the control block")
         self.memory.arrays.progress[:, T] = -1  # no time step yet
         self._bind()
 
@@ -358,11 +419,19 @@ class ControlBlock:
         self.block: tuple[Any, Any, Any] = self._rows, self.opened, self._replied
         self.quit_word, self.main_asleep = self._words[QUIT : QUIT + 1], self._words[MAIN_ASLEEP : MAIN_ASLEEP + 1]
         self._n_results: Any = memoryview(arrays.n_results)
+        self._openings, self._served = memoryview(arrays.openings).cast("B"), memoryview(arrays.served).cast("B")
+        self._opening_words: Any = self._openings.cast("q")
+        self._events = memoryview(arrays.events).cast("B")
+        #: Called after each wait of the main process; see `tracing.SlowBatches`.
+        self.watcher: Callable[[int, ControlBlock, Callable[[], Any]], None] | None = None
+        #: How often gates were opened; how many workers there are; whether each opening was for all of them.
+        self.n_openings, self._n_ranks, self._is_together = 0, 0, True
+        self._n_served, self._n_events = itertools.count(), itertools.count()  # several threads may note events
 
-    def __getstate__(self) -> NamedMemory:
+    def __getstate__(self) -> RunMemory:
         return self.memory
 
-    def __setstate__(self, memory: NamedMemory) -> None:
+    def __setstate__(self, memory: RunMemory) -> None:
         self.memory = memory
         self._bind()
 
@@ -391,7 +460,7 @@ class ControlBlock:
     def open(self, command: Command, ranks: Sequence[int]) -> list[int]:
         """Main process: publish one more command for each of these workers, and count the opening of its gate. Returns
         which of them sleep and must be woken."""
-        opened, rows, asleep = self.opened, self._rows, []
+        opened, rows, asleep, now = self.opened, self._rows, [], time.monotonic_ns()
         for rank in ranks:
             number = opened[rank] + 1
             # The same command may be written over itself.
@@ -400,11 +469,49 @@ class ControlBlock:
             _WORDS.pack_into(self._commands, (rank * RING + number % RING) * _COMMAND_BYTES, *command)
             fence()
             opened[rank] = number  # last: it announces the command
+        self.note_opening(command, now, len(ranks))
         full_fence()
         for rank in ranks:
             if rows[rank, ASLEEP] != AWAKE or not HAS_FULL_FENCE:
                 asleep.append(rank)
         return asleep
+
+    def note_opening(self, command: Command, now: int, n_ranks: int) -> None:
+        """Main process: at this time, it has let so many workers run `command`."""
+        self.n_openings = opening = self.n_openings + 1
+        if n_ranks != self._n_ranks:  # the first opening is for all
+            self._n_ranks, self._is_together = n_ranks, opening == 1
+        itr, do_eval, has_message, version, _ = command
+        kind, at = do_eval + 2 * has_message, opening % N_KEPT * _OPENING.size
+        _OPENING.pack_into(self._openings, at, opening, itr, kind, version, now, now, 0, self._is_together)
+
+    def note_wait(self, opening: int, word: int) -> None:
+        """Main process: it begins (ASKED) or has ended (DONE) its wait for this opening."""
+        self._opening_words[opening % N_KEPT * 8 + word] = time.monotonic_ns()
+
+    def note_no_wait(self, opening: int) -> bool:
+        """Main process: it asks for this opening, which is complete. Returns whether it does so for the first time."""
+        is_first: bool = self._opening_words[opening % N_KEPT * 8 + DONE] == 0
+        if is_first:
+            self.note_wait(opening, ASKED)
+        return is_first
+
+    def note_served(self, began_ns: int, ended_ns: int, n_envs: int, version: int) -> None:
+        """Inference server: it has acted for so many environments."""
+        _ENTRY.pack_into(self._served, next(self._n_served) % N_EVENTS * 32, began_ns, ended_ns, n_envs, version)
+
+    def note_event(self, kind: int, began_ns: int, value: int) -> None:
+        """Main process: something has ended now; `value` is the version, the index of the mark's name, or the
+        worker."""
+        at = next(self._n_events) % N_EVENTS * _ENTRY.size
+        _ENTRY.pack_into(self._events, at, kind, began_ns, time.monotonic_ns(), value)
+
+    def note_mark(self, name: str, began_ns: int) -> None:
+        """Main process: the mark of this name ends. The last of the names stands for all that find no place."""
+        text, names = name.encode()[:32].decode(errors="ignore").encode(), self.memory.arrays.names
+        index = next((i for i, known in enumerate(names[:-1].tolist()) if known in (text, b"")), N_NAMES - 1)
+        names[index] = text if index < N_NAMES - 1 else b"other marks"
+        self.note_event(MARKED, began_ns, index)
 
     def command(self, worker_rank: int, number: int) -> Command:
         """The command of opening `number` of this worker's gate."""
@@ -558,9 +665,3 @@ class ControlBlock:
         counts: Any = [self._n_results[worker_rank, word] for word in (LATE, RENEWALS, CUTS)]
         counts += [self._n_results[worker_rank, word] * 1e-9 for word in (FIRST, BETWEEN, WITHIN)]
         return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, *counts)
-
-    def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
-        """Times of the worker's last batch, `[2 most_rows + 1]`, in seconds of `time.monotonic`. In row t, the worker
-        began to act at `[2 t]` and to step at `[2 t + 1]`. What follows is the end of the batch."""
-        stamps: npt.NDArray[np.float64] = self.memory.arrays.timeline[worker_rank] / 1e9
-        return stamps

@@ -33,7 +33,7 @@ from typing import Any
 from penstock import system
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
-from penstock.workers.control import ASLEEP, AWAKE, FOR_ANY, ControlBlock, Phase, Progress
+from penstock.workers.control import ASLEEP, AWAKE, FOR_ANY, HEARTBEAT, ControlBlock, Phase, Progress
 from penstock.workers.spinning import SpinTime, must_wake, spin_for_word
 
 _POLL_MS = 1000
@@ -100,11 +100,10 @@ class Gate:
     # ---- worker ----------------------------------------------------------------------------
 
     def wait_in(self, progress: Progress) -> None:
-        """Wait for the next opening."""
-        began = time.monotonic()
-        side = self._side
+        """Wait for the next opening. The worker has come to the gate at its last heartbeat."""
+        came, side = progress.words[HEARTBEAT], self._side
         self._wait(side, side.opened, progress.arrived + 1, side.opening)
-        progress.add_waiting(time.monotonic() - began)
+        progress.begin_record(came, time.monotonic_ns())
 
     def arrive(self, progress: Progress) -> None:
         """Complete the opening: the worker has reached barrier_out."""

@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock import system
@@ -23,6 +24,7 @@ _ANSWER_SECONDS = 0.5  # until the first line: a process may have to wait for a 
 _QUIET_SECONDS = 0.15  # a stack that has not grown for so long is complete
 _MOST_SECONDS = 1.0  # which the whole answer may take
 _LOOK_SECONDS = 0.005
+_CRASH = b"Fatal Python error"  # how faulthandler begins, if nobody has asked
 _LOOP = re.compile(r"workers[/\\]process\.py.* in _run_commands$", re.MULTILINE)  # below it, no frame is the user's
 
 
@@ -43,35 +45,52 @@ class StackFile:
 
     def ask(self, pid: int) -> str:
         """Main process: the stack of the live worker `pid`, which has called `install`; empty if it does not answer."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, system.ASK_STACKS)
-            os.kill(pid, signal.SIGCONT)  # a stopped process cannot answer
+
+        def send() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, system.ASK_STACKS)
+                os.kill(pid, signal.SIGCONT)  # a stopped process cannot answer
+
+        return self.answer_to(send)
+
+    def answer_to(self, send: Callable[[], object]) -> str:
+        """The stack that the process writes because of the signal that `send` sends; empty if it does not answer."""
+        first = self._size()  # what is there was asked for earlier, perhaps by another process
+        send()
         # A worker's stack is complete when it shows the worker's loop. In other processes, the only sign is that the
         # text stops growing. On a busy machine, a process may wait for a CPU in the middle of a line.
-        began, size = time.monotonic(), 0
+        began, size = time.monotonic(), first
         until = began + _ANSWER_SECONDS
         while (now := time.monotonic()) < until:
-            if len(text := self._text()) > size:
-                until, size = min(now + _QUIET_SECONDS, began + _MOST_SECONDS), len(text)
-                if _LOOP.search(text):
+            if (grown := self._size()) > size:
+                until, size = min(now + _QUIET_SECONDS, began + _MOST_SECONDS), grown
+                if _LOOP.search(self._text(first)):
                     break
             time.sleep(_LOOK_SECONDS)
-        return self.read()
+        return _of_user(self._text(first))
 
     def read(self) -> str:
-        """Main process: what the worker has written about the user's code and the collectors."""
-        if not (text := self._text()):
-            return ""
-        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text.partition("\nExtension modules:")[0])
-        return "\n".join(map(_shortened, threads)).strip()
+        """Main process: where the dead worker has crashed, in the user's code and the collectors; empty if it has
+        not."""
+        text = os.pread(self.file.fd, self._size(), 0)
+        return _of_user(self._text(start)) if (start := text.rfind(_CRASH)) >= 0 else ""
 
-    def _text(self) -> str:
-        return os.pread(self.file.fd, _MAX_BYTES, 0).decode(errors="replace")
+    def _text(self, start: int) -> str:
+        return os.pread(self.file.fd, _MAX_BYTES, start).decode(errors="replace")
+
+    def _size(self) -> int:
+        return os.fstat(self.file.fd).st_size
 
     def clear(self) -> None:
         """Main process: forget what a dead worker has written."""
         os.ftruncate(self.file.fd, 0)
         os.lseek(self.file.fd, 0, os.SEEK_SET)
+
+
+def _of_user(text: str) -> str:
+    """Of a stack, what is about the user's code and the collectors."""
+    threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text.partition("\nExtension modules:")[0])
+    return "\n".join(map(_shortened, threads)).strip()
 
 
 def _shortened(stack: str) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
-from penstock.workers.control import Command, StopCollecting
+from penstock.workers.control import ASKED, DONE, RESTARTED, Command, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
 from penstock.workers.gates import Gate, notify
 from penstock.workers.handle import StackFile, WorkerHandle
@@ -28,10 +29,14 @@ from penstock.workers.process import InPlaceWorker, torch_dtype, worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.spinning import is_crowded
 
+if TYPE_CHECKING:
+    from penstock.workers.tracing import Recorded
+
 _log = logging.getLogger("penstock")
 
 _Result = TypeVar("_Result")
 
+_MOST_TRACES = 20  # of failures, in each pool
 _EXIT_SECONDS = 1.5  # how long workers may take to end their step; see `close_timeout` for what follows
 _CLOSE_SECONDS = 5.0  # how long `close` may wait for one in another thread, beside `close_timeout`
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
@@ -63,6 +68,8 @@ class Pool(Protocol):
     ) -> _Result: ...
 
     def take_messages(self, number: int | None = None) -> list[ObjectMessage]: ...
+
+    def recorded(self) -> Sequence[Recorded]: ...
 
     def statuses(self) -> list[WorkerStatus]: ...
 
@@ -103,12 +110,13 @@ class WorkerPool:
         If this constructor raises, they are closed too.
         """
         self._memory, self._options, self.control, self._server = memory, options, memory.control, server
-        self._all_ranks, self._owner_pid = range(len(plans)), os.getpid()
+        self._plans, self._all_ranks, self._owner_pid = plans, range(len(plans)), os.getpid()
         self._close_lock = threading.RLock()  # a signal handler may call `close` in `close`
         self._closing_thread: int | None = None
         self._have_ended = False  # whether the workers have ended
         self.has_lost_command = False
         self.is_closed = False
+        self._n_traced = 0  # failures
         self._n_taken = 0  # the last opening whose messages have been taken
         # A `run` whose results have not been taken: its during, and the function that takes them.
         self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
@@ -150,14 +158,21 @@ class WorkerPool:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
         new_gate = partial(Gate, self.control, spin_seconds=self._options.spin_seconds, yields=yields)
         server_gate = new_gate(plans[-1].worker_rank) if plans[-1].server_name else None
-        for plan in plans:
+        all_stacks = [StackFile() for _ in plans]
+        for stacks in all_stacks:
+            self._resources.callback(stacks.file.close)
+        from penstock.workers.tracing import describe
+
+        inodes = [os.fstat(stacks.file.fd).st_ino for stacks in all_stacks]
+        described = describe(self._options.kind, self._options.batch_T, plans)
+        self.control.memory.announce(described, plans, inodes)
+        for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
             self._check_open()
             gate = server_gate if plan.server_name else new_gate(plan.worker_rank, server=server_gate)
             assert gate is not None
-            stacks = StackFile()
-            for resource in (gate.go, gate.done, stacks.file):
+            for resource in (gate.go, gate.done):
                 self._resources.callback(resource.close)
             self._start(plan, gate, ObjectPipe(), stacks)
         self._watch(range(len(plans)))
@@ -267,9 +282,15 @@ class WorkerPool:
     def wait_for(self, number: int, during: str) -> None:
         """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
         Failures come first: even if the opening is completed (0 always is), this looks for them, without a wait."""
-        if self.has_completed(number) and self._monitor.nothing_pending():
-            return
-        self._wait_for_workers(during, look_first=True, until=lambda: self.has_completed(number))
+        if not self.has_completed(number) or not self._monitor.nothing_pending():
+            self._wait_for_workers(during, look_first=True, until=lambda: self.has_completed(number), number=number)
+        elif number:
+            self.note_taken(number)
+
+    def note_taken(self, number: int) -> None:
+        """For traces: this opening was complete before the main process asked for it."""
+        if self.control.note_no_wait(number):
+            self._end_of_batch(number)
 
     def has_completed(self, number: int) -> bool:
         """Whether every worker has completed opening `number`."""
@@ -287,6 +308,7 @@ class WorkerPool:
             if self._failure is not None:
                 self.close(broken=True)
                 raise self._failure
+            self._end_of_batch(self.control.n_openings)
         elif self._server is None:
             self._wait_for_workers(during, until, poll_interval)
         else:
@@ -300,7 +322,10 @@ class WorkerPool:
         poll_interval: float = POLL_SECONDS,
         *,
         look_first: bool = False,
+        number: int = 0,
     ) -> None:
+        number = number or self.control.n_openings
+        self.control.note_wait(number, ASKED)
         self._monitor.is_waiting = True
         try:
             if look_first and (failures := self._monitor.look()):
@@ -313,12 +338,20 @@ class WorkerPool:
             if self._monitor.is_closing:
                 raise SamplerClosedError(f"shut down by another thread during {during}")
         except BaseException as error:
+            self.control.note_wait(number, DONE)
             self._end_wait(error)
             if isinstance(error, KeyboardInterrupt):  # a short traceback: the place in the wait tells the user nothing
                 raise error.with_traceback(None) from None
             raise
         finally:
             self._monitor.is_waiting = False
+        self._end_of_batch(number)
+
+    def _end_of_batch(self, number: int) -> None:
+        """The wait for this opening has ended without an error."""
+        self.control.note_wait(number, DONE)
+        if self.control.watcher is not None:
+            self.control.watcher(number, self.control, self.recorded)
 
     def _end_wait(self, error: BaseException) -> None:
         """`error` has ended a wait."""
@@ -389,13 +422,35 @@ class WorkerPool:
                 self._failure = SamplerClosedError(f"shut down by another thread during {during}")
             else:
                 self._failure = self._in_place.error(error, during, self._options.episode_of)
+                if self._options.crash_dir is not None:
+                    self._trace_failure(self._options.crash_dir)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
                 raise
+
+    # ---- traces ----------------------------------------------------------------------------
+
+    def recorded(self) -> list[Recorded]:
+        """What has happened lately, for a trace."""
+        from penstock.workers import tracing  # here, since few need it
+
+        about = tracing.describe(self._options.kind, self._options.batch_T, self._plans)
+        return [tracing.read(self.control.memory.arrays, about, is_over=self._have_ended)]
+
+    def _trace_failure(self, folder: str | os.PathLike[str]) -> None:
+        """Write a trace of a failure, one of the first 20."""
+        from penstock.workers import tracing
+
+        self._n_traced += 1
+        if self._n_traced <= _MOST_TRACES:
+            name = f"failure-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_traced}.trace.json"
+            tracing.write_or_warn(os.path.join(folder, name), self.recorded, "a worker has failed")
 
     # ---- failures --------------------------------------------------------------------------
 
     def _replace_or_raise(self, failures: Sequence[WorkerFailure], during: str) -> None:
         others = [self._monitor.status(handle) for handle in self.handles if not handle.is_reaped]
+        if self._options.crash_dir is not None:
+            self._trace_failure(self._options.crash_dir)
         if (refusal := self.restarts.refusal(failures)) is not None:
             raise make_error(failures, others, during, refusal)
         self._death_logger.stop()
@@ -420,6 +475,7 @@ class WorkerPool:
         n_lost = self._count_lost(old)
         told = failure.describe(during)
         self.restarts.note(rank, told, n_lost, failure.env_rank)
+        self.control.note_event(RESTARTED, time.monotonic_ns(), rank)
         _log.warning("%s; it is being replaced%s", told, f", {n_lost} trajectories are lost" if n_lost else "")
         n_kept = None if self._options.keeps_messages else self.control.n_results_since(rank, self._n_taken)
         pipe = old.pipe.replacement(keep=n_kept)

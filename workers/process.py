@@ -143,6 +143,8 @@ class InPlaceWorker:
         """Run the command."""
         assert self._program is not None
         with marked:
+            came = self.progress.enter(Phase.WAITING)
+            self.progress.begin_record(came, came)
             self._program.idle()
             command = self.progress.command
             self.progress.begin()
@@ -150,8 +152,8 @@ class InPlaceWorker:
         self._arrive()
 
     def _arrive(self) -> None:
-        self.progress.arrived += 1
         self.progress.enter(Phase.WAITING)
+        self.progress.arrived += 1
 
     def take_messages(self) -> list[ObjectMessage]:
         """What the program has put."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from penstock import ConfigError, PenstockError, TuneReport, __version__, eval_command, tune
+from penstock.tools import top
 from penstock.tools.by_name import load_named
 from penstock.tools.doctor import advice, describe_machine
 
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     eval_command.add_arguments(commands.add_parser("eval", help=eval_command.HELP))
     _add_worker(commands.add_parser("worker", help="run a worker of a distributed experiment"))
     _add_join(commands.add_parser("join", help="take part in an experiment that runs on another machine"))
-    _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
+    top.add_arguments(commands.add_parser("top", help=top.HELP))
     args = parser.parse_args(arguments)
-    functions = {"tune": _tune, "worker": _worker, "join": _join, "status": _status, "doctor": _doctor}
+    functions = {"tune": _tune, "worker": _worker, "join": _join, "top": _top, "doctor": _doctor}
     functions |= {"eval": eval_command.run, "check": _check}
     try:
         return functions.get(args.command, _machine)(args)
@@ -160,18 +160,13 @@ def _join(args: argparse.Namespace) -> int:
     return int({*endings.values()} != {"exited with code 0"})
 
 
-def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--join", metavar="FILE", required=True, help="the connection file of the control panel")
-    parser.add_argument("--host", help="the address of this machine at which the others reach it (127.0.0.1)")
-    parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
-
-
-def _status(args: argparse.Namespace) -> int:
+def _top(args: argparse.Namespace) -> int:
+    if args.join is None:
+        return top.run(args)
     from penstock.distributed import ControlPanel
 
-    with ControlPanel.join(_connection(args.join, args.host)) as panel:
-        print(json.dumps(panel.stats()) if args.json else panel.table())
-    return 0
+    with ControlPanel.join(_connection(args.join, None)) as panel:
+        return top.run(args, panel)
 
 
 def _connection(file: str, host: str | None) -> Any:

@@ -45,6 +45,7 @@ FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
 OWN_CGROUPS = os.devnull if PORTABLE else "/proc/self/cgroup"  #: the file that names the cgroups of this process
 WAKE_UP_FDS = 2 if PORTABLE else 1  #: how many descriptors a wake-up has
+OPENS_OTHERS = not PORTABLE  #: whether a process can open what another process of its user has open
 
 # ---- memory and files --------------------------------------------------------------------------
 
@@ -392,6 +393,34 @@ def with_descendants(pids: Iterable[int]) -> set[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
                 left += map(int, file.read().split())
     return found
+
+
+def files_of(pid: int, name: str) -> list[str]:
+    """The paths at which this process can open each `anonymous_file(name)` that another one has open. Raises `OSError`
+    if that has ended, or is another user's."""
+    folder, found = f"/proc/{pid}/fd", []
+    for fd in os.listdir(folder) if OPENS_OTHERS else ():
+        with contextlib.suppress(OSError):  # it was closed
+            if os.readlink(path := f"{folder}/{fd}").startswith(f"/memfd:{name} "):
+                found.append(path)
+    return found
+
+
+def ask_stacks(pid: int) -> None:
+    """Send ASK_STACKS to a process of this user. Raises `OSError` if it has ended, or has no handler: then the signal
+    would kill it. The twin cannot know, and always raises."""
+    if sys.platform == "linux" and not PORTABLE:
+        watch = os.pidfd_open(pid)  # the signal comes to the process whose handlers are read here, or to none
+        try:
+            with open(f"/proc/{pid}/status") as file:
+                handlers = int(file.read().partition("SigCgt:")[2].split()[0], 16)
+            if not handlers >> (ASK_STACKS - 1) & 1:
+                raise OSError("it has no handler of the signal that asks for its stack: it may have just started")
+            signal.pidfd_send_signal(watch, ASK_STACKS)
+        finally:
+            os.close(watch)
+    else:
+        raise OSError("this system does not say which signals a process handles")
 
 
 def rss(pid: int) -> int:

@@ -79,6 +79,7 @@ TWO_TURNS = {
     "native": (CASES, "saved", PARTS),
     "inference": ("--layers --n-envs 1 --seconds 0.001", "torch / traced", {"torch", "traced", "numpy", *LAYERS}),
     "cluster_wire": ("--seconds 0.01", "time of bare, CURVE", {"bare", "bare, CURVE", "penstock", "penstock, arrays"}),
+    "top": ("--workers 1 --seconds 0.1", "of alone", {"alone", "beside top", "alone again"}),
     "vector_env": ("--seconds 0.01 --n-envs 2 --batch-T 8", "steps/s", {"cartpole", "pixels", "sleeping"}),
 }
 
@@ -113,6 +114,13 @@ def test_nanoseconds(folder: Path, name: str, options: str, n: int) -> None:
     assert "ns per environment step" in printed
     found = content["ns_per_step"].values() if name == "checks" else [result["ns"] for result in content["results"]]
     assert list(map(len, found)) == [2] * n
+
+
+def test_traces(folder: Path) -> None:
+    printed, content = run_benchmark(folder, "traces")
+    assert "main process: note a wait" in printed
+    assert min(content["ns"].values()) > 0
+    assert content["file"]["events"] > 100_000
 
 
 def test_seats_vector(folder: Path) -> None:

@@ -55,10 +55,12 @@ def test_a_command_is_there_before_its_opening(seen_at_fences: Any) -> None:
 def test_what_a_worker_writes_is_there_before_it_arrives_or_requests(seen_at_fences: Any) -> None:
     block = ControlBlock(1, 1, shared=False)
     row = block.progress(0)
-    seen = seen_at_fences(control, lambda: (row.arrived, block.last_request(0)[0]))
+    records = block.memory.arrays.records[0, :, control.BATCHES]
+    seen = seen_at_fences(control, lambda: (row.arrived, block.last_request(0)[0], int(records[1])))
+    row.words[control.BATCHES] = 9
     row.arrived = 1
     row.request(1)
-    assert seen == [(0, 0), (1, 0)]
+    assert seen == [(0, 0, 9), (1, 0, 9)]
     assert (row.arrived, block.last_request(0)[0]) == (1, 1)
 
 

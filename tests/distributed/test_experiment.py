@@ -173,7 +173,7 @@ def test_an_experiment_goes_on_after_its_workers_were_killed(
 ) -> None:
     need(wire, request)
     options: dict[str, Any] = {"checkpoint": tmp_path / "trainer.pt", "save_every": 1, "max_staleness": 6}
-    versions: list[float] = []
+    versions, told = list[float](), list[RunState]()
     before = listening([os.getpid()]) if wire == "zmq" else set()  # Ray may be in this process
 
     def reaches(version: int, state: RunState) -> bool:
@@ -181,7 +181,8 @@ def test_an_experiment_goes_on_after_its_workers_were_killed(
         return state.version >= version
 
     with experiment(agent=unpickling_nothing if wire == "zmq" else None, **options).run(wire=wire) as run:
-        version = run.wait(partial(reaches, 3), timeout=60).version
+        version = run.wait(partial(reaches, 3), timeout=60, metrics=told.append).version
+        assert told[-1].version == version, "the last state is taken too"
         for name in scaled(("policy/0", "actor/1", "trainer/0"), ("policy/0", "trainer/0")):
             os.kill(run.panel.pid(name), signal.SIGKILL)
             state = run.wait(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError
-from penstock.distributed import JsonLines, RunState
+from penstock.distributed import RunState
+from penstock.distributed.run_state import to_file
 from penstock.distributed.trainer_worker import _figures
 
 STATES = [
@@ -35,9 +36,9 @@ def test_what_a_step_returns_is_a_dict_of_numbers() -> None:
 
 
 def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "figures") as metrics:
-        for state in STATES:
-            metrics.write(state)
+    write = to_file(tmp_path / "figures")
+    for state in STATES:
+        write(state)
     lines = [json.loads(line) for line in (tmp_path / "figures").read_text().splitlines()]
     assert lines == [{"version": s.version, "seconds": s.seconds, "workers": dict(s.workers)} for s in STATES]
 
@@ -48,26 +49,26 @@ def test_figures_go_into_no_file_that_somebody_has_planted(tmp_path: Path, plant
     diary.write_text("mine")
     plant(diary, tmp_path / "figures")
     with pytest.raises(ConfigError, match="figures is a link, no file, or not your own: give the path of a file"):
-        JsonLines(tmp_path / "figures").write(STATES[0])
+        to_file(tmp_path / "figures")(STATES[0])
     assert diary.read_text() == "mine"
-    JsonLines(tmp_path / "own").write(RunState(1, 1.0, {"a": {"status": "RUNNING", "strange": np.zeros(2)}}))
+    to_file(tmp_path / "own")(RunState(1, 1.0, {"a": {"status": "RUNNING", "strange": np.zeros(2)}}))
     assert json.loads((tmp_path / "own").read_text())["workers"]["a"]["strange"] == "[0. 0.]"
     with pytest.raises(FileNotFoundError):
-        JsonLines(tmp_path / "no folder" / "figures").write(STATES[0])
+        to_file(tmp_path / "no folder" / "figures")(STATES[0])
 
 
 def test_a_full_disk_costs_lines_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, before = tmp_path / "figures", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with JsonLines(path) as metrics:
-        metrics.write(STATES[0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
-        try:
-            for _ in range(3):
-                metrics.write(STATES[1])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        metrics.write(STATES[1])
-        metrics.write(STATES[0])
+    write = to_file(path)
+    write(STATES[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
+    try:
+        for _ in range(3):
+            write(STATES[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    write(STATES[1])
+    write(STATES[0])
     lines = path.read_text().split("\n")
     assert [json.loads(lines[i])["version"] for i in (0, -3, -2)] == [1, 2, 1]
     assert lines[-1] == ""
@@ -79,42 +80,46 @@ def test_a_full_disk_costs_lines_and_one_warning(tmp_path: Path, caplog: pytest.
 
 def test_a_figure_that_is_not_finite_is_null(tmp_path: Path) -> None:
     figures = {"loss": float("nan"), "up": float("inf"), "all": [1, -np.inf, (np.float64("nan"), 2.5)], "n": 3}
-    JsonLines(tmp_path / "figures").write(RunState(1, 1.0, {"a": figures}))
+    to_file(tmp_path / "figures")(RunState(1, 1.0, {"a": figures}))
     line = json.loads((tmp_path / "figures").read_text(), parse_constant=pytest.fail)
     assert line["workers"]["a"] == {"loss": None, "up": None, "all": [1, None, [None, 2.5]], "n": 3}
 
 
-def recipe(name: str) -> Any:
-    """A class of docs/recipes/machines.md."""
+def recipe(library: str, *replaced: str) -> dict[str, Any]:
+    """The names of the block of docs/recipes/machines.md that uses this library, with a text replaced by another."""
     page = (Path(__file__).parents[2] / "docs/recipes/machines.md").read_text(encoding="utf-8")
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {name}(" in block]
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if library in block]
     names: dict[str, Any] = {}
-    exec(block, names)
-    return names[name]
+    exec(block.replace(*replaced), names)
+    return names
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard and its libraries
 def test_the_recipe_for_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason='tensorboard is not installed: pip install ".[metrics]"')
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with recipe("Board")(str(tmp_path)) as metrics:
+    board = recipe("tensorboard", '"runs"', repr(str(tmp_path)))
+    with board["writer"]:
         for state in STATES:
-            metrics.write(state)
+            board["write"](state)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Tags()["scalars"] == ["trainer/0/version", "trainer/0/return", "trainer/0/up"]
     assert [(event.step, event.value) for event in events.Scalars("trainer/0/return")] == [(1, 10.5), (2, 10.5)]
 
 
 def test_the_recipe_for_prometheus_has_the_newest_figures_and_whether_each_worker_is_up() -> None:
-    pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
-    with recipe("Gauges")(0) as metrics:
-        host, port = metrics.server.server_address
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    gauges = recipe("prometheus_client", "9100", "0")
+    with gauges["server"] as server:
+        host, port = server.server_address
         for state in STATES:
-            metrics.write(state)
+            gauges["write"](state)
         with urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
+        server.shutdown()
+        gauges["thread"].join()
     assert host == "127.0.0.1"
     assert [line for line in lines if not line.startswith("#")] == [
         'penstock{figure="version",worker="trainer/0"} 2.0',

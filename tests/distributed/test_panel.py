@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -315,10 +316,12 @@ def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path, capsys: pyte
         command = [sys.executable, "-m", "penstock", "worker", "sleepers:Sleeper/3", "--join", file]
         with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
             assert panel.connect(["sleeper/3"], timeout=60) == ["sleeper/3"]
-            assert main(["status", "--join", str(file)]) == 0
+            assert main(["top", "--join", str(file), "--once"]) == 0
             shown, errors = capsys.readouterr()
             assert errors == ""
             assert "sleeper/3               READY" in shown
+            assert main(["top", "--join", str(file), "--once", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["workers"]["sleeper/3"]["status"] == "READY"
             panel.request("sleeper/3", "exit")
             assert process.wait(20) == 0
             assert process.stderr is not None
@@ -336,7 +339,7 @@ def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path, capsys: pyte
             assert main(["worker", wrong, "--join", str(file)]) == 2
             assert f"{wrong} is no subclass of penstock.distributed.Worker: give MODULE" in capsys.readouterr().err
         file.chmod(0o644)
-        assert main(["status", "--join", str(file)]) == 2
+        assert main(["top", "--join", str(file)]) == 2
         assert f"readable for you alone: chmod 600 {file}" in capsys.readouterr().err
 
 

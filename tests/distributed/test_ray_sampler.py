@@ -46,6 +46,7 @@ from penstock.buffers import PolicySamples
 from penstock.distributed import RaySampler, placement
 from penstock.distributed.placement import connect
 from penstock.envs import CountingEnv, ScriptedGame, SlowEnv
+from penstock.testing import Fault, faulty_env
 
 from .. import models
 from ..against_loop import compare
@@ -53,6 +54,7 @@ from ..samplers import digest_cases, test_equalities
 from ..scale import scaled
 from ..support import EVALUATING, assert_same, collect_with
 from ..toy_games import Book, Published, TurnGame, Valuing, odd_or_even
+from ..traces import TraceFile
 from .ray_support import CARTPOLE, ray_sampler, rollouts
 
 for module in (models, digest_cases, test_equalities):  # nodes cannot import them
@@ -232,7 +234,6 @@ def test_calls_parameters_statistics_and_errors(monkeypatch: pytest.MonkeyPatch)
             sampler.state_dict()
         with pytest.raises(ConfigError, match="RaySampler do not go together"):
             sampler.episode(0, 0)
-        assert sampler.timeline().shape == (2, 21)
         assert sampler.n_workers == 2
         assert len(sampler.worker_pids) == 2
         assert "shard 1 (node" in repr(sampler)
@@ -563,3 +564,41 @@ def test_what_shards_cannot_do_is_refused(agents: Any, options: dict[str, Any], 
         pytest.raises(ConfigError, match=message),
     ):
         sampler.initialize(agents, policy_of=odd_or_even if isinstance(agents, dict) else None, seed=0)
+
+
+def test_a_trace_shows_the_driver_and_the_workers_of_all_shards(tmp_path: Path) -> None:
+    """All on the driver's clock: what a worker does for a batch lies within the driver's wait for it."""
+    with ray_sampler(partial(SlowEnv, 1e-3), max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(5):
+            sampler.obtain_samples(itr)
+            with sampler.mark("update"):
+                time.sleep(0.01)
+        stats, trace = sampler.stats(), TraceFile(sampler.trace(tmp_path / "trace.json"))
+        assert [run["kind"].partition(" ")[0] for run in trace.runs] == ["RaySampler", "shard", "shard"]
+        assert [run["workers"] for run in trace.runs[1:]] == [[{"env_ranks": [0, 2]}], [{"env_ranks": [2, 4]}]]
+        waits = {s["name"]: s for s in trace.track("main process") if s["cat"] == "wait"}
+        for shard, worker in enumerate(stats.workers, start=1):
+            within = trace.runs[shard]["clock_within_us"]
+            assert 0 < within < 0.1e6
+            shown = sum(s["dur"] for s in trace.track("worker 0", shard) if s["name"] == "stepping") / 1e6
+            assert shown == pytest.approx(worker.stepping + worker.resetting, rel=0.02)
+            for itr in range(5):
+                (batch,) = (s for s in trace.track("worker 0", shard) if s["name"] == f"itr {itr}")
+                wait = waits[f"wait for itr {itr}"]
+                assert waits.get(f"start itr {itr}", wait)["ts"] - within <= batch["ts"]
+                assert batch["ts"] + batch["dur"] <= wait["ts"] + wait["dur"] + within
+        assert len(trace.track("marks")) == 5
+    closed = TraceFile(sampler.trace(tmp_path / "closed.json"))
+    assert len(closed.runs) == 1, "the shards have ended"
+
+
+def test_a_slow_batch_of_a_shard_writes_a_trace(tmp_path: Path) -> None:
+    slow = Fault("delay", at=23 * 2 + 1, seconds=1.5, marker=str(tmp_path / "marker"), spare_pid=os.getpid())
+    with ray_sampler(faulty_env(CountingEnv, slow), batch_T=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.trace_when_slow(tmp_path / "slow", least=1.0)
+        for itr in range(25):
+            sampler.obtain_samples(itr)
+    (path,) = (tmp_path / "slow").iterdir()
+    assert len(TraceFile(path).named("itr 23")) == 2

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 NEEDS = {
     "many_agents.md": "mpe2.simple_spread_v3",
-    "slow.md": "matplotlib",
     "vector_env.md": "mpe2",
     "migration/rllib.md": "ray.rllib.algorithms.ppo",
     "migration/sb3.md": "stable_baselines3",

@@ -368,7 +368,7 @@ def check_time(cell: Cell, outcome: Outcome, wanted: Expected) -> None:
 
 
 def lock_files() -> Iterator[Path]:
-    for kind in ("PORT", "CPU"):
+    for kind in ("PORT", "CPU", "RUN"):
         folder = Path(os.environ[f"PENSTOCK_{kind}_FOLDER"])
         yield from folder.iterdir() if folder.is_dir() else ()
 

@@ -315,7 +315,7 @@ def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
         assert sampler.stats().restarts == 1
         for env_rank in range(B):
             sampler.episode(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.episode")
     RecordedEpisode.load(path).run()[0].close()
 
 

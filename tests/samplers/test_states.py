@@ -180,7 +180,7 @@ def test_calls_out_of_order_name_the_expected_call(cls: type[Sampler]) -> None:
 
     sampler = sampler_of(cls, eval_n_envs=1, eval_max_steps=10)
     refused(sampler, {"initialize"}, "initialize")
-    for look in (sampler.stats, sampler.timeline):
+    for look in (sampler.stats, sampler.metrics, lambda: sampler.trace("never.json")):
         with pytest.raises(SamplerStateError, match=r"call sampler.initialize\(agent\) first"):
             look()
     sampler.initialize(RandomAgent())

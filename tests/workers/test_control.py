@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -105,8 +107,13 @@ def test_a_row_shows_where_its_worker_is_and_since_when(block: ControlBlock, clo
     assert (block.snapshot(1).env_rank, block.snapshot(1).phase) == (11, Phase.RESETTING)
 
 
+def stamps(block: ControlBlock, rank: int) -> Any:
+    """Of the last openings, in seconds."""
+    return block.memory.arrays.timeline[rank] / 1e9
+
+
 def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> None:
-    before = block.snapshot(0), block.snapshot(2), block.timeline(0).copy(), block.timeline(2).copy()
+    before = block.snapshot(0), block.snapshot(2), stamps(block, 0).copy(), stamps(block, 2).copy()
     progress = block.progress(1)
     progress.at_env(5)
     progress.begin()
@@ -117,7 +124,7 @@ def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> Non
         progress.begin_acting(t)
         progress.begin_stepping(t)
     progress.end_batch(T, 2, clock.monotonic_ns())
-    after = block.snapshot(0), block.snapshot(2), block.timeline(0), block.timeline(2)
+    after = block.snapshot(0), block.snapshot(2), stamps(block, 0), stamps(block, 2)
     np.testing.assert_equal(after, before)
 
 
@@ -147,7 +154,7 @@ def test_acting_and_stepping_times_are_totals_of_all_batches(
     assert (snapshot.batches, snapshot.steps) == (len(batches), len(rows) * n_columns)
 
 
-def test_the_timeline_holds_the_beginnings_and_the_end_of_the_last_batch(block: ControlBlock, clock: Clock) -> None:
+def test_the_stamps_are_the_beginnings_of_each_row_and_the_end(block: ControlBlock, clock: Clock) -> None:
     progress = block.progress(2)
     expected = []
     for t in range(T):
@@ -157,14 +164,14 @@ def test_the_timeline_holds_the_beginnings_and_the_end_of_the_last_batch(block: 
             expected.append(clock.now)
     clock.now += 1
     progress.end_batch(T, 1, clock.monotonic_ns())
-    assert block.timeline(2).tolist() == [*expected, clock.now]
+    assert stamps(block, 2)[0].tolist() == [*expected, clock.now]
 
 
 def test_a_row_outside_a_batch_is_not_stamped(block: ControlBlock, clock: Clock) -> None:
     block.progress(0).begin_row(2)
     assert block.snapshot(0).heartbeat == pytest.approx(clock.now)
     assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.ACTING, 2)
-    assert not block.timeline(0).any()
+    assert not stamps(block, 0).any()
 
 
 def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock) -> None:
@@ -184,7 +191,8 @@ def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock)
         reset(seconds)
         clock.now += 128
         progress.end_batch(1, 1, clock.monotonic_ns())
-        progress.add_waiting(seconds)
+        now = clock.monotonic_ns()
+        progress.begin_record(now - seconds * 10**9, now)
         progress.arrived += 1
         reset(8 * seconds)
     progress.begin()

@@ -1,4 +1,4 @@
-"""Where the figures of a run go: a file of JSON lines, or a place of your own."""
+"""A run at one moment, and the file of JSON lines that its figures may go to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import logging
 import math
 import os
 import stat
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.distributed.closing import Closing
 from penstock.errors import ConfigError
 
 _log = logging.getLogger("penstock")
@@ -36,43 +34,32 @@ class RunState:
         return self.workers.get("trainer/0", {})
 
 
-class MetricsSink(Closing):
-    """Takes the figures of a run. Use it in a `with` statement, and give it to `run.wait`. Subclass it for another
-    place: docs/recipes/machines.md has one for TensorBoard, and one for Prometheus."""
+def to_file(path: str | Path) -> Callable[[RunState], None]:
+    """A function that appends one line of JSON to the file each time:
+    `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`. A figure that is not finite is null. While
+    the disk is full, lines are missing, and one warning says so; the next line that fits may come after a part of one.
 
-    @abstractmethod
-    def write(self, state: RunState) -> None:
-        """Take the figures of one moment."""
-
-    def close(self) -> None:
-        """Nothing more will be written. Calling it again does nothing."""
-
-
-class JsonLines(MetricsSink):
-    """Appends one line of JSON each time: `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`.
-    A figure that is not finite is null. While the disk is full, lines are missing, and one warning says so; the next
-    line that fits may come after a part of one.
-
-    `write` raises `ConfigError` if the path is a link, or a file of another user, who could have planted it there.
+    It raises `ConfigError` if the path is a link, or a file of another user, who could have planted it there.
     """
+    has_warned = False
 
-    def __init__(self, path: str | Path) -> None:
-        self._path, self._has_warned = path, False
-
-    def write(self, state: RunState) -> None:
+    def write(state: RunState) -> None:
+        nonlocal has_warned
         figures = {"version": state.version, "seconds": state.seconds, "workers": state.workers}
         line = json.dumps(_finite(figures), default=str, allow_nan=False) + "\n"
         try:
-            with open(self._path, "ab+", opener=_open_own) as file:
+            with open(path, "ab+", opener=_open_own) as file:
                 if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                     file.write(b"\n")  # the end of a part of a line
                 file.write(line.encode())
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            if not self._has_warned:  # training is worth more than its figures
-                _log.warning("figures cannot be written to %s, so lines are missing: %s", self._path, error.strerror)
-            self._has_warned = True
+            if not has_warned:  # training is worth more than its figures
+                _log.warning("figures cannot be written to %s, so lines are missing: %s", path, error.strerror)
+            has_warned = True
+
+    return write
 
 
 def _finite(value: Any) -> Any:

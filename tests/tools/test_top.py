@@ -1,0 +1,177 @@
+"""What `penstock top` reads and shows. `process/test_top.py` looks at runs of other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import system
+from penstock.__main__ import main
+from penstock.tools import top
+from penstock.workers import ControlBlock, WorkerPlan
+from penstock.workers.control import ARRIVED, BEGUN, HEARTBEAT, PHASE, PID, Phase, T
+from penstock.workers.tracing import describe
+
+from ..children import exit_code_of_fork
+from ..scale import scaled
+
+PLANS = [WorkerPlan(worker_rank=i, columns=range(2 * i, 2 * i + 2), env_ranks=range(2 * i, 2 * i + 2)) for i in (0, 1)]
+
+pytestmark = pytest.mark.linux
+
+
+@contextmanager
+def own_run() -> Iterator[ControlBlock]:
+    """A pool of this process that has no workers but says that it has."""
+    block = ControlBlock(len(PLANS), 4, shared=True)
+    block.memory.announce(describe("Fake", 4, PLANS), PLANS, [0, 0])
+    for rank in range(len(PLANS)):
+        block.memory.arrays.n_results[rank, PID] = os.getpid()
+    try:
+        yield block
+    finally:
+        block.memory.close()
+
+
+def run_of(block: ControlBlock) -> top.Run:
+    (run,) = [run for run in top.Runs([os.getpid()]).found if run.what["kind"] == "Fake"]
+    return run
+
+
+def test_whatever_is_in_the_memory_is_no_error() -> None:
+    """A worker that crashes may write anything anywhere."""
+    generator = np.random.default_rng(0)
+    with own_run() as block:
+        run = run_of(block)
+        for _ in range(scaled(2_000, 200)):
+            for name, array in block.memory.arrays.items():
+                if name != "words":
+                    array.view(np.uint8)[...] = generator.integers(0, 256, array.view(np.uint8).shape, np.uint8)
+            small = generator.random(block.memory.arrays.progress.shape) < 0.5
+            block.memory.arrays.progress[small] %= 20
+            found = run.look()
+            json.dumps(found)
+            assert "Fake pid" in top.frame([found])
+        block.memory.arrays.progress[0, PHASE] = 77
+        assert run.look()["workers"][0]["doing"] == "unreadable"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "layout": {"words": [0, [16], "<i8"]}, "nbytes": 128, "pid": 0}',
+        '{"format": 1, "layout": {"words": [0, [16], "O"]}, "nbytes": 128, "pid": 0}',
+        '{"format": 1, "layout": {"words": [1000000000, [16], "<i8"]}, "nbytes": 128, "pid": 0}',
+        '{"format": 1, "layout": {}, "nbytes": 1000000000000000000000, "pid": 0}',
+    ],
+)
+def test_a_description_that_is_not_whole_is_no_run(text: str) -> None:
+    with own_run() as block:
+        written = b"\0" * 100_000 + text.replace('"pid": 0', f'"pid": {os.getpid()}').encode()
+        assert block.memory._descriptor is not None
+        os.pwrite(block.memory._descriptor.fd, written, block.memory.nbytes)
+        runs = top.Runs([])
+        assert [run.what["kind"] for run in runs.found if run.pid == os.getpid()].count("Fake") == 0
+        runs.look()
+
+
+def test_rates_shares_and_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the time since the last look. A worker that is in the middle of a row makes progress from environment to
+    environment; one that waits is not marked."""
+    with own_run() as block:
+        now = run_of(block).what["began"]
+        monkeypatch.setattr("time.monotonic", lambda: now)
+        run = run_of(block)
+        first, second = (block.progress(rank) for rank in (0, 1))
+        for words in (first.words, second.words):
+            words[HEARTBEAT] = int((now := now + 10.0) * 1e9)
+        first.words[PHASE], first.words[T] = Phase.STEPPING, 3
+        second.words[PHASE] = Phase.WAITING
+        run.look()
+        now += 4.0
+        first.at_env(1)
+        found = run.look()["workers"]
+        assert [row["silent"] for row in found] == [0.0, 0.0]
+        assert found[1]["shares"] == {"acting": 0.0, "stepping": 0.0, "idle": 1.0}
+        now += 5.0
+        block.opened[0] = first.words[BEGUN] = 1
+        run.look()
+        now += 5.0
+        shown = top.frame([run.look()])
+        assert re.search(r"^ +0 .* 0 to 1 .*stepping env_rank 1, t=3 for 10\.0 s  <- NO PROGRESS$", shown, re.MULTILINE)
+        assert re.search(r"^ +1 .* 2 to 3 .*100% .*waiting for the next command$", shown, re.MULTILINE)
+        assert "main process: waits for 1 of 2 workers" in shown
+        first.words[ARRIVED], first.words[PHASE] = 1, Phase.WAITING
+        assert "main process: has the results of all 2 workers" in top.frame([run.look()])
+
+
+def test_a_narrow_terminal_has_fewer_columns_and_many_workers_fewer_rows() -> None:
+    with own_run() as block:
+        found: dict[str, Any] = run_of(block).look()
+    heads = [top.frame([found], width).splitlines()[2].split() for width in (100, 99)]
+    assert set(heads[0]) - set(heads[1]) == {"pid", "MiB", "restarts"}
+    found["workers"] = [{**found["workers"][0], "worker": i, "silent": i / 10} for i in range(50)]
+    lines = top.frame([found]).splitlines()
+    assert len(lines) == 3 + 40 + 1
+    assert lines[3].split()[0] == "49", "those that hang are shown"
+    assert lines[-1] == "... and 10 more, which made progress later"
+    assert top.frame([]) == "no sampler or vector environment of this user has workers on this machine"
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_live_view_ends_with_the_run(
+    has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if has_rich:
+        pytest.importorskip("rich")
+    monkeypatch.setattr(top, "find_spec", lambda _: has_rich or None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(top.Run, "_has_ended", lambda *_: True)
+    with own_run():
+        assert main(["top", str(os.getpid()), "--interval", "0.01"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Fake pid {os.getpid()} T=4 B=4  itr 0  has ended" in shown
+    assert has_rich or shown.startswith("\x1b[H\x1b[J")
+
+
+def test_a_fork_does_not_remove_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process cannot open what another one has open, the control block has a name."""
+    folder = tmp_path / "runs"
+    monkeypatch.setenv("PENSTOCK_RUN_FOLDER", str(folder))
+    monkeypatch.setattr(system, "OPENS_OTHERS", False)
+    with own_run() as block:
+        assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".run"]
+        assert exit_code_of_fork(block.memory.close) == 0
+        assert len([*folder.iterdir()]) == 2
+        assert run_of(block).look()["kind"] == "Fake"
+    assert [*folder.iterdir()] == []
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        try:
+            with pytest.raises(OSError, match="has no handler of the signal"):
+                system.ask_stacks(sleeper.pid)
+            assert main(["top", str(sleeper.pid)]) == 2
+            assert f"process {sleeper.pid} has no sampler or vector environment" in capsys.readouterr().err
+            assert sleeper.poll() is None
+        finally:
+            sleeper.kill()
+    assert main(["top", str(sleeper.pid)]) == 2
+    assert f"there is no process {sleeper.pid}" in capsys.readouterr().err
+    assert main(["top", "--interval", "0"]) == 2
+    assert "interval" in capsys.readouterr().err
+    assert main(["top", "--join", "nothing.json", "--once"]) == 2

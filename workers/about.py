@@ -1,0 +1,117 @@
+"""How `penstock top` finds a pool: other processes of this user can open its control block. A description follows
+in the same file, as JSON.
+
+On Linux the control block is a memfd: /proc/PID/fd lists it as long as a process has it open, and the kernel lets only
+this user and root look there. Elsewhere it is a file in a folder that only this user can open; `close` removes it, and
+the next process that starts a pool removes what killed ones have left. The run does nothing else for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import system
+from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.named import NamedArrays
+from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.workers.plan import WorkerPlan
+
+FORMAT = 1  #: of the control block: raise it when a word or an array gets another meaning
+_NAME, _KIND = "penstock-run", "run"
+_MOST = 1 << 22  # bytes of JSON
+_numbers = itertools.count()
+
+
+class _RunFile(InheritedFd):
+    """The file of a control block, where a process cannot open what another one has open. A claim says that its process
+    lives: a file without one was left behind."""
+
+    def __init__(self) -> None:
+        from penstock.workers.claims import Claim, claim, lock_folder
+
+        number = os.getpid() * 10**6 + next(_numbers)
+        own = claim(_KIND, number)  # the first one removes the claims of killed processes
+        if not isinstance(own, Claim):
+            raise PermissionError(f"another process has the claim {number}")
+        self._claim, self._path = own, lock_folder(_KIND) / f"{number}.{_KIND}"
+        for path in self._path.parent.glob(f"*.{_KIND}"):
+            if not path.with_suffix(".lock").exists():
+                path.unlink(missing_ok=True)
+        super().__init__(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    def close(self) -> None:
+        if self._claim.is_active:  # not in a fork
+            self._path.unlink(missing_ok=True)
+            self._claim.release()
+        super().close()
+
+
+class RunMemory(NamedMemory):
+    """The memory of a control block."""
+
+    def _new_file(self) -> InheritedFd:
+        if not system.OPENS_OTHERS:
+            with contextlib.suppress(OSError, RuntimeError):  # no such folder, or no locks: `top` does not see this run
+                return _RunFile()
+        return InheritedFd(system.anonymous_memory(_NAME))
+
+    def announce(self, described: Mapping[str, Any], plans: Sequence[WorkerPlan], stacks: Sequence[int]) -> None:
+        """Write what this pool is behind the arrays. `described`: see `tracing.describe`; `stacks`: the inodes of the
+        stack files."""
+        assert self._descriptor is not None
+        about = {
+            **described,
+            "format": FORMAT,
+            "began": time.monotonic(),
+            "command": " ".join(sys.orig_argv)[:1000],
+            "plans": [(plan.server_name, plan.env_ranks.start, plan.env_ranks.stop, plan.cpus) for plan in plans],
+            "stacks": stacks,
+            "nbytes": self.nbytes,
+            "layout": {name: (spec.offset, spec.shape, spec.dtype.str) for name, spec in self._layout.items()},
+        }
+        with contextlib.suppress(OSError):  # no memory is left: the run matters more
+            os.pwrite(self._descriptor.fd, b"\0" + json.dumps(about).encode(), self.nbytes)
+
+    @classmethod
+    def read(cls, path: str) -> tuple[dict[str, Any], RunMemory]:
+        """What the control block at this path is, and its arrays, for reading only. Raises `ConfigError` if it has
+        another format, and many other errors if it cannot be read, or not yet."""
+        fd, memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC), cls.__new__(cls)
+        try:
+            about = json.loads(os.pread(fd, _MOST, max(0, os.fstat(fd).st_size - _MOST)).rpartition(b"\0")[2])
+            if about["format"] != FORMAT:
+                raise ConfigError(
+                    f"process {about['pid']} runs penstock {about['version']}. Its control block has format "
+                    f"{about['format']}, and this version reads {FORMAT}: use `penstock top` of that Python"
+                )
+            specs = {name: ArraySpec(tuple(of[1]), np.dtype(of[2]), of[0]) for name, of in about["layout"].items()}
+            memory.nbytes, memory._layout, memory._access = about["nbytes"], NamedArrays(specs), mmap.ACCESS_READ
+            memory._map(fd)
+            return about, memory
+        finally:
+            os.close(fd)
+
+
+def paths(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """The control blocks that these processes have open, and for each the path at which it can be opened. Raises
+    `OSError` if one of them has ended, or is another user's."""
+    if system.OPENS_OTHERS:
+        yield from ((pid, path) for pid in pids for path in system.files_of(pid, _NAME))
+    else:
+        from penstock.workers.claims import lock_folder
+
+        found = ((int(path.stem) // 10**6, str(path)) for path in lock_folder(_KIND).glob(f"*.{_KIND}"))
+        yield from (each for each in found if each[0] in pids)
