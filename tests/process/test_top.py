@@ -19,6 +19,7 @@ from penstock.tools import top
 
 from ..children import exit_code_of_fork
 from ..support import until
+from ..traces import TraceFile
 from .support import Script, is_running
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -106,9 +107,9 @@ def test_a_hang_is_named_in_the_first_frame(
         assert "threading.py" in shown
         assert "_run_commands" in shown
         assert main(["top", str(script.pid), "--trace", str(tmp_path / "trace.json")]) == 0
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        (track,) = [e["tid"] for e in events if e["ph"] == "M" and e["args"].get("name") == "worker 1: env_rank 2 to 3"]
-        last = max((e for e in events if e["ph"] == "X" and e["tid"] == track), key=lambda e: e["ts"] + e["dur"])
+        trace = TraceFile(tmp_path / "trace.json")
+        (track,) = [place for place, name in trace.names.items() if name == "worker 1: env_rank 2 to 3"]
+        last = max(trace.tracks[track], key=lambda span: span["ts"] + span["dur"])
         assert last["dur"] > 0.2e6, last
         assert is_running(worker)
 
@@ -159,6 +160,10 @@ def test_several_runs_of_a_process_and_how_they_end(tmp_path: Path, capsys: pyte
             ("ParallelSampler", 4, 3, "has the results of all 1 workers")
         }
         assert str(script.process.args[-1]) in found[0]["command"]  # type: ignore[index]
+        assert main(["top", str(script.pid), "--trace", str(tmp_path / "trace.json")]) == 0
+        trace = TraceFile(tmp_path / "trace.json")
+        assert sorted(pid for run in trace.runs for pid in run["pids"]) == sorted(pids)
+        assert main(["top", str(script.pid), "--trace", str(tmp_path / "no" / "trace.json")]) == 2
         assert main(["top", str(pids[0])]) == 2
         assert f"process {pids[0]} has no sampler or vector environment with" in capsys.readouterr().err
         os.kill(pids[0], signal.SIGKILL)  # its main process does not wait for it
