@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pydoc
 from dataclasses import MISSING, fields
 from functools import partial
@@ -39,6 +38,7 @@ from penstock.envs import CountingEnv, EnvFn, ScriptedGame
 from penstock.evaluation import evaluate
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 from penstock.samplers.refusals import NAMES, TABLE, as_table, refuse
+from penstock.workers.affinity import usable_cpus
 
 from .started import check_refused, started
 
@@ -222,7 +222,7 @@ def test_an_affinity_that_cannot_work_is_refused(cls: type[Sampler], affinity: A
 
 
 def test_a_serial_sampler_takes_the_affinity_of_other_samplers() -> None:
-    cpu = sorted(os.sched_getaffinity(0))[0]
+    cpu = min(usable_cpus(), default=0)
     for affinity in ([cpu, cpu], Affinity(cpus=[[cpu]] * 3), Affinity(pin=False)):
         with started(CountingEnv, n_workers=2, affinity=affinity) as sampler:
             assert sampler.stats().workers[0].cpus == ()

@@ -54,7 +54,7 @@ def supervisor() -> Iterator[Supervisor]:
         yield made
 
 
-@pytest.mark.linux
+@pytest.mark.linux("prlimit of another process")
 def test_a_supervisor_that_runs_may_open_as_many_files_as_the_main_process_by_now() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -340,7 +340,7 @@ os._exit(worker.exitcode)
     gone_after([tracker], time.monotonic(), LEFT_SECONDS)
 
 
-@pytest.mark.linux  # it names a pidfd
+@pytest.mark.linux("prlimit of another process, and a pidfd")
 @pytest.mark.slow
 def test_a_supervisor_that_may_open_no_more_descriptors(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
