@@ -185,7 +185,7 @@ def _read(path: str) -> bytes:
 
 
 def _descriptors() -> set[str]:
-    """Pipes, memory, and what wakes or watches a process. Not the memory that multiprocessing keeps for later arrays."""
+    """Pipes, memory, and what wakes or watches a process. multiprocessing keeps some memory for its next arrays."""
     heap = sys.modules.get("multiprocessing.heap")
     kept = {f"0 {os.fstat(arena.fd).st_ino}" for arena in heap.BufferWrapper._heap._arenas} if heap else ()
     return {f"{fd}={what}" for fd, what in descriptors().items() if what[0] in "p0?" and what not in kept}
