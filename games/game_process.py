@@ -29,7 +29,7 @@ from penstock.envs.factory import announce_end, while_rebuilding
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_log import GameLog
 from penstock.games.game_socket import GameSocket
-from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases
+from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases, resolve
 from penstock.workers import sigint
 from penstock.workers.marking import MARK_PREFIX, MarkedProcess
 
@@ -363,6 +363,8 @@ class GameProcess:
     def _has_port(self, port: int) -> bool:
         members = self._require_started().members
         found = system.users_of(port, self._protocol, members)
+        if not found and self.exit_text() and not resolve(self._where[2], self._protocol).can_bind(port):
+            found = [(None, "")]  # the system does not say who has it
         if found and not {pid for pid, _ in found} & set(members()):
             raise PortTaken(f"port {port}, {describe_process(found[0][0])}")
         return any(state in (psutil.CONN_LISTEN, psutil.CONN_NONE) for _, state in found)  # UDP has no states

@@ -155,7 +155,8 @@ def open_descriptors() -> dict[int, str]:
                     found[int(name)] = what
             else:
                 status = os.fstat(int(name))
-                if not stat.S_ISREG(status.st_mode) or status.st_nlink:
+                kind = stat.S_IFMT(status.st_mode)  # 0: shared memory of macOS
+                if kind and (kind != stat.S_IFREG or status.st_nlink):
                     found[int(name)] = f"{stat.filemode(status.st_mode)[0]} {status.st_ino}"
     return found
 

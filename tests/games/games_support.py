@@ -52,7 +52,7 @@ def processes(mark: str = SERVER) -> Iterator[int]:
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's
             variables = [f"{name}={value}" for name, value in process.environ().items()]
             is_own = process.pid != os.getpid() and any(OWN in text for text in variables)
-            if is_own and any(mark in text for text in (*variables, *process.cmdline())):
+            if is_own and any(mark in text for text in (*variables, "\0".join(process.cmdline()))):
                 yield process.pid
 
 
