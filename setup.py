@@ -164,6 +164,7 @@ setup(
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: C",
         *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import resource
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import psutil
 
+from penstock import system
 from penstock.arguments import integer, must_be, one_of, seconds
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
@@ -552,14 +552,11 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
 def _need_descriptors(n: int, who: str) -> None:
     """Raise the soft limit for n more. Without them, connections fail, and nothing says why."""
     needed = psutil.Process().num_fds() + n + 50  # of those that have started, some are not open yet
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    if needed > (limit := system.allow_files(needed)):
         raise ConfigError(
-            f"{who} {needed} file descriptors in the process of the panel, whose limit is {hard}: raise it there "
+            f"{who} {needed} file descriptors in the process of the panel, whose limit is {limit}: raise it there "
             "(ulimit -Hn), or use fewer workers"
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listed(names: Iterable[str]) -> list[str]:

@@ -31,7 +31,7 @@ from penstock.evaluation.policies import Policy, as_policies, make_player, snaps
 from penstock.evaluation.proof import TOLERANCE, Trace, differs
 from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
-from penstock.workers.plan import Affinity, PoolArguments, StartMethod
+from penstock.workers.plan import START_METHOD, Affinity, PoolArguments, StartMethod
 
 _log = logging.getLogger("penstock")
 _LISTED = 5  # failed episodes in a warning
@@ -62,7 +62,7 @@ def evaluate(
     trust_folder: bool = False,
     spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None,
     affinity: Affinity | None = None,
-    start_method: StartMethod = "forkserver",
+    start_method: StartMethod = START_METHOD,
     progress: bool = False,
 ) -> EvalResults:
     """Play the same episodes with each policy, in worker processes, and return their results.

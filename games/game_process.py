@@ -175,7 +175,7 @@ class GameProcess:
             ports, in `environ` too; the variable PENSTOCK_PORTS has them as well.
         ports: how many ports to lease; 0 for a client that has no port of its own.
         protocol, consecutive, start, stop, host: as in `penstock.games.leases`.
-        ready: when the game is ready. "listens": it listens at all its ports; penstock reads this from /proc, since the
+        ready: when the game is ready. "listens": it listens at all its ports; penstock asks the system, since the
             game may take the first connection for its player. "connects": penstock listens at the ports before the
             start, and the game has connected to all of them; `connect` accepts. `re.compile(pattern)`: its output has
             the pattern; a program in C may need `stdbuf -oL`. A function: `fn(ports)` is true; if it raises an
@@ -364,7 +364,7 @@ class GameProcess:
         members = self._require_started().members
         found = system.users_of(port, self._protocol, members)
         if not found and self.exit_text() and not resolve(self._where[2], self._protocol).can_bind(port):
-            found = [(None, "")]  # the system does not say who has it
+            found = [(None, "")]  # the system does not show who has it (macOS)
         if found and not {pid for pid, _ in found} & set(members()):
             raise PortTaken(f"port {port}, {describe_process(found[0][0])}")
         return any(state in (psutil.CONN_LISTEN, psutil.CONN_NONE) for _, state in found)  # UDP has no states

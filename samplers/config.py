@@ -189,7 +189,7 @@ class SamplerConfig(PoolArguments):
         eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`, or nothing
             with `eval_env_fn`. From lists (env_fn, env_kwargs), all evaluation environments use the first entry.
         eval_collector_cls: `EvalCollector` or a subclass of it, which evaluates.
-        start_method: "forkserver", "spawn" or "fork".
+        start_method: "forkserver", "spawn" or "fork". The default is "forkserver", on macOS "spawn".
         step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
             `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
         start_timeout: the same, while environments are built and are reset for the first time. Without `step_timeout`,

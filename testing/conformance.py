@@ -16,7 +16,7 @@ from penstock.testing.evaluation_rules import EVALUATION_RULES, TRAJ_INFO_RULES,
 from penstock.testing.rules import apply
 from penstock.testing.seat_rules import GAME_RULES, TURN_RULES, GameSetup
 from penstock.testing.traces import CollectorSetup, record, run
-from penstock.workers.plan import StartMethod
+from penstock.workers.plan import START_METHOD, StartMethod
 
 
 def check_collector(
@@ -34,7 +34,7 @@ def check_collector(
     continues: bool = True,
     central: bool = True,
     seed: int = 0,
-    start_method: StartMethod = "forkserver",
+    start_method: StartMethod = START_METHOD,
 ) -> None:
     """Check a collector against every rule.
 
@@ -105,7 +105,7 @@ def check_agent(
     batch_invariant: bool = True,
     central: bool = True,
     seed: int = 0,
-    start_method: StartMethod = "forkserver",
+    start_method: StartMethod = START_METHOD,
 ) -> None:
     """Check an agent against every rule.
 
@@ -183,7 +183,7 @@ def check_eval_collector(
     max_T: int = 40,
     n_workers: Sequence[int] = (2,),
     seed: int = 0,
-    start_method: StartMethod = "forkserver",
+    start_method: StartMethod = START_METHOD,
 ) -> None:
     """Check an evaluation collector against every rule.
 
@@ -205,7 +205,7 @@ def check_traj_info(
     env_kwargs: Mapping[str, Any] | None = None,
     traj_info_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
-    start_method: StartMethod = "forkserver",
+    start_method: StartMethod = START_METHOD,
 ) -> None:
     """Check a `TrajInfo` subclass against every rule.
 

@@ -27,7 +27,7 @@ from penstock.envs.factory import EnvFactory
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.testing.rules import Violation, apply, differ
 from penstock.vector import ShmVectorEnv
-from penstock.workers.plan import StartMethod
+from penstock.workers.plan import START_METHOD, StartMethod
 
 #: Memory that grows less is noise: of each episode, and of all together.
 _LEAK, _LEAK_IN_ALL = 50_000, 4_000_000  # bytes
@@ -68,7 +68,7 @@ def check_env(
     n_episodes: int = 40,
     max_steps: int = 200,
     seed: int = 0,
-    start_method: StartMethod = "forkserver",
+    start_method: StartMethod = START_METHOD,
 ) -> EnvFigures:
     """Check an environment of one agent against the rules that samplers, replays and evaluations rely on.
 

@@ -22,7 +22,7 @@ from penstock.games import lease_port
 from penstock.workers import spinning
 from penstock.workers.affinity import cpu_quota, cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
-from penstock.workers.plan import Affinity
+from penstock.workers.plan import START_METHOD, Affinity
 
 
 def describe_machine() -> dict[str, str]:
@@ -38,13 +38,16 @@ def describe_machine() -> dict[str, str]:
 
     cpus = usable_cpus()
     packages = ("numpy", "torch", "gymnasium", "cloudpickle", "psutil", "fasteners", "threadpoolctl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
+        **({"portable": "yes, experimental: without what only Linux has"} if system.PORTABLE else {}),
         "python": platform.python_version() + (" (free-threaded)" if is_free_threaded() else ""),
         "system": platform.platform(),
         "packages": ", ".join(map(found, packages)),
-        "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else "unknown: workers are not pinned",
+        "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else f"{os.cpu_count()}, without pinning",
         "free memory": f"{free_memory() / 2**20:,.0f} MiB",
-        "start methods": ", ".join(multiprocessing.get_all_start_methods()),
+        "open files": f"{soft}, raised if needed up to {hard if 0 < hard < 2**62 else 'any number'} (ulimit -n)",
+        "start methods": f"{START_METHOD} by default; {', '.join(multiprocessing.get_all_start_methods())}",
         **system.means(),
         "compiled parts": f"not in use ({_why_not_compiled()})" if _why_not_compiled() else "in use",
     }
@@ -131,7 +134,7 @@ def _pinning() -> Iterator[str]:
     try:
         n = cpus_to_fill(cpus)
         if not cpus:
-            yield "this system does not say which CPUs a process may use, so no worker is pinned to a CPU."
+            yield "no worker is pinned to a CPU: this system (macOS, for example) cannot do this."
         elif not any(claims.assign(Affinity(), n, cpus)):
             yield (
                 f"other runs have claimed so many of these {len(cpus)} CPUs that fewer than {n} are left: a sampler "
@@ -168,9 +171,8 @@ def _shared_memory() -> Iterator[str]:
 
 
 def _descriptors() -> Iterator[str]:
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < _FEW_DESCRIPTORS:
-        yield f"a process may open {limit} files, which is too few for many workers: ulimit -n {max(most, limit)}"
+    if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < _FEW_DESCRIPTORS:
+        yield f"a process may open {most} files, too few for many workers: let root raise the hard limit (ulimit -Hn)"
 
 
 def _ports() -> Iterator[str]:

@@ -79,7 +79,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             are `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
         n_workers: the number of processes; give this or `in_series`, not both. With `num_envs` and neither of them,
             there are as many as the CPUs can run.
-        context: "forkserver", "spawn" or "fork". None is the same as "forkserver".
+        context: "forkserver", "spawn" or "fork". None is "forkserver", on macOS "spawn".
         autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name. None is
             "NEXT_STEP"; with several agents it is "SAME_STEP", and nothing else is allowed. Batched environments
             have their own mode.
@@ -128,7 +128,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         env_fns: EnvFns,
         in_series: int | None = None,
         n_workers: int | None = None,
-        context: StartMethod | None = "forkserver",
+        context: StartMethod | None = None,
         autoreset_mode: ModeName | AutoresetMode | None = None,
         copy: bool = True,
         *,

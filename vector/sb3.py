@@ -34,10 +34,10 @@ class Sb3VecEnv(VecEnv):
     """Runs a `ShmVectorEnv` as a `VecEnv` of Stable-Baselines3. It takes the arguments of `SubprocVecEnv`.
 
     With `num_envs`, `env_fns` is one function of batched environments, which must have the mode `SAME_STEP`.
-    `start_method` is "forkserver", "spawn" or "fork". None is the same as "forkserver". `kwargs` are other arguments of
-    `ShmVectorEnv`. Rewards are float32, as those of `DummyVecEnv`; with `reward_dtype=np.float64` they are float64, as
-    those of `SubprocVecEnv`. `close` ends the workers. The class can be the `vec_env_cls` of Stable-Baselines3's
-    `make_vec_env`.
+    `start_method` is "forkserver", "spawn" or "fork". None is "forkserver", on macOS "spawn". `kwargs` are other
+    arguments of `ShmVectorEnv`. Rewards are float32, as those of `DummyVecEnv`; with `reward_dtype=np.float64` they are
+    float64, as those of `SubprocVecEnv`. `close` ends the workers. The class can be the `vec_env_cls` of
+    Stable-Baselines3's `make_vec_env`.
 
     Raises as `ShmVectorEnv` does.
     """

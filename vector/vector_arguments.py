@@ -181,7 +181,7 @@ def as_plans(
 
 def as_options(context: StartMethod | None, **given: Unpack[PoolKeywords]) -> PoolOptions:
     """The options of the worker pool."""
-    start_method = checks_of(PoolArguments)["start_method"]("context", context or "forkserver")
+    start_method = checks_of(PoolArguments)["start_method"]("context", context or PoolArguments.start_method)
     return replace(PoolArguments(**given), start_method=start_method).pool_options(
         preload=("penstock.vector.step_program", "gymnasium.envs.classic_control"),
         keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import math
 import os
-import resource
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,9 @@ class Launcher:
         self._fork: Supervisor | None = None
         check_limits(n_workers)
         _refuse_unsafe_fork(self._start_method)
+        if self._start_method != "spawn" and system.WHY_NO_FORK:
+            text = f'workers may crash with start_method="{self._start_method}": {system.WHY_NO_FORK}. Use "spawn"'
+            warnings.warn(text, RuntimeWarning, stacklevel=2)  # once in a process
 
     def prepare(self) -> None:
         """Start the supervisor if it does not run."""
@@ -236,8 +240,9 @@ def _refuse_unsafe_fork(start_method: str) -> None:
         )
 
 
-# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its control socket, its pidfd.
-_DESCRIPTORS_PER_WORKER = 2 * system.WAKE_UP_FDS + 5
+# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its control socket, and its pidfd
+# where a wake-up is one descriptor.
+_DESCRIPTORS_PER_WORKER = 6 + system.WAKE_UP_FDS
 _DESCRIPTORS_BESIDE = 32  # the shared blocks, the supervisor, and what one start takes
 _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of marking.py
 
@@ -245,18 +250,18 @@ _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of mark
 def check_limits(n_workers: int) -> None:
     """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
     descriptors = n_workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_BESIDE
-    left: int | None = None
-    if (limit := _descriptor_limit()) is not None:
-        with contextlib.suppress(OSError):  # the system does not say
-            left = limit - len(os.listdir(system.DESCRIPTORS))  # fewer than 0, if the limit was lowered later
-    if left is not None and descriptors > left:
+    n_open = 0
+    with contextlib.suppress(OSError):  # the system does not say
+        n_open = len(os.listdir(system.DESCRIPTORS))
+    left = system.allow_files(n_open + descriptors) - n_open  # fewer than 0, if the limit was lowered later
+    if descriptors > left:
         raise ConfigError(
             f"{n_workers} workers need about {descriptors} file descriptors and this process may open only "
             f"{max(left, 0)} more: lower n_workers, or raise the limit (ulimit -n)"
         )
     processes = n_workers + _PROCESSES_BESIDE
-    left = min(processes_left(), default=None)
-    if left is not None and processes > left:
+    left = min(processes_left(), default=math.inf)
+    if processes > left:
         raise ConfigError(
             f"{n_workers} workers need {processes} processes and only {left} more are allowed here: lower n_workers, "
             "or raise the limit (ulimit -u, the container's pids limit)"
@@ -271,20 +276,15 @@ def naming_descriptor_limit() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise ConfigError(
-                f"this process has no file descriptor left: its limit is {_descriptor_limit()}. Close files, or raise "
-                f"the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and {_DESCRIPTORS_PER_WORKER} for each "
-                "worker"
+                f"this process has no file descriptor left: its limit is {system.allow_files(0)}. Close files, or "
+                f"raise the limit (ulimit -n): penstock needs {_DESCRIPTORS_BESIDE}, and {_DESCRIPTORS_PER_WORKER} for "
+                "each worker"
             ) from error
         if error.errno == errno.ENFILE:
             raise ConfigError(
                 "this machine has no file descriptor left: close files, or raise its limit (sysctl fs.file-max)"
             ) from error
         raise
-
-
-def _descriptor_limit() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def processes_left(*where: Path) -> list[int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from penstock import system
 from penstock.arguments import between, check_fields, choice, integer, optional, seconds
 from penstock.errors import ConfigError
 from penstock.workers.spinning import SPIN_SECONDS
@@ -56,6 +58,7 @@ class WorkerPlan:
 
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
+START_METHOD: StartMethod = "spawn" if system.WHY_NO_FORK else "forkserver"  #: the default
 OnWorkerFailure = Literal["raise", "restart"]
 
 
@@ -94,7 +97,7 @@ class PoolArguments:
     """The arguments that samplers and vector environments share, with their checks and defaults. `SamplerConfig`
     documents them."""
 
-    start_method: Annotated[StartMethod, choice(*get_args(StartMethod))] = "forkserver"
+    start_method: Annotated[StartMethod, choice(*get_args(StartMethod))] = START_METHOD
     step_timeout: Annotated[float | None, optional(seconds)] = None
     start_timeout: Annotated[float, seconds] = 120.0
     close_timeout: Annotated[float, seconds] = 10.0
@@ -147,6 +150,10 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
         ) from None
     if len(entries) != n_workers:
         raise ConfigError(f"affinity lists CPUs for {len(entries)} workers, there are {n_workers}: give one entry each")
+    if not mask:
+        text = "affinity has no effect: this system cannot pin a process to CPUs"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)  # once in a process
+        return [()] * n_workers
     for i, entry in enumerate(entries):
         # The system would silently drop CPUs that are not allowed and pin to the rest.
         outside = sorted(set(entry) - set(mask))

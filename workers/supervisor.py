@@ -62,6 +62,7 @@ _LONGEST = 1e6  # seconds; the system has a limit too
 # Ctrl-C must not reach the supervisor. But it stays in the session of the main process: the scheduler of Linux divides
 # CPUs among sessions (autogroup), and a process that yields its CPU would not yield it to a process of another session.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+_MOST_FILES = 65_536  # of the supervisor, two or three for each worker
 _POLL_MS = 500  # how often a supervisor without a pidfd looks whether its parent has ended
 # It blocks these and does not ignore them: one that is sent to a worker in its first moment must not be lost.
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -158,10 +159,6 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now, and something else has waited for it
                 os.kill(self.pid, signal.SIGCONT)
 
-    def raise_limit(self) -> None:
-        """Let it open as many files as this process may by now: it has the limit that was there when it started."""
-        system.raise_file_limit(self.pid)
-
     def close(self) -> None:
         """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
         if self.is_own and self.control.fileno() >= 0:
@@ -204,7 +201,7 @@ class SupervisedProcess:
         descriptors. Any exception leaves no process.
         """
         try:
-            with contextlib.ExitStack() as sent:
+            with contextlib.ExitStack() as sent:  # macOS may drop what is closed before it has arrived
                 self._request(supervisor, sent)
                 began = time.monotonic()
                 while (answer := self._receive(_CHECK_SECONDS)) is None:
@@ -223,7 +220,6 @@ class SupervisedProcess:
             raise
 
     def _request(self, supervisor: Supervisor, sent: contextlib.ExitStack) -> None:
-        supervisor.raise_limit()
         data, fds = descriptors.dumps(self._function)
         # A fork has the main process's resource tracker, if this has one.
         with _standard_fds_taken():
@@ -243,8 +239,6 @@ class SupervisedProcess:
             system.send(supervisor.control, request, [theirs.fileno(), receiver.fileno()])
         except (BrokenPipeError, ConnectionError) as error:
             raise EOFError(f"the supervisor (pid {supervisor.pid}) has ended") from error
-        if not system.KEEPS_SENT:
-            sent.close()
 
     def _receive(self, seconds: float | None) -> tuple[str, int, list[int]] | None:
         """The next message of the supervisor; None if none has come."""
@@ -371,6 +365,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
     """The supervisor, from its start to its exit. A fork of the main process has no `preload`."""
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
+        system.allow_files(_MOST_FILES)  # the main process may raise its limit later
         system.name_process(b"penstock-start")  # if all processes called python are killed, it ends what they leave
         while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(fd, True)  # no descriptor of a worker may take the place of standard output
@@ -398,6 +393,7 @@ class _Service:
         self._control_sockets: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # by descriptor of the control socket
         self._life_lines: dict[int, InheritedFd] = {}  # by process id
+        self._spare: list[int] = []  # room for the two descriptors of a request, which would be lost without it
         self._wake, wake_writer = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake_writer, False)
@@ -426,22 +422,27 @@ class _Service:
                 self._reap()
             for fd in ready & self._pids.keys():
                 self._obey(fd)
-            if self._control.fileno() in ready:
-                message, fds = system.receive(self._control, 2)
-                if not message:
-                    break
-                self._take(message, fds)
+            if self._control.fileno() in ready and not self._take():
+                break
         for pid in self._control_sockets:
             _signal_group(pid, signal.SIGKILL)
         if not self._is_fork or os.getppid() != self._main:  # the orphans of one pool may serve others: see marking.py
             system.kill_children(self._main)
 
-    def _take(self, message: bytes, fds: list[int]) -> None:
+    def _take(self) -> bool:
+        """Do what the main process requests. False: nothing more will come."""
+        while self._spare:
+            os.close(self._spare.pop())
+        message, fds = system.receive(self._control, 2)
         if message.startswith(b"import "):
             import_all([message.decode().split()[1]])
             gc.freeze()
-        elif fds:  # else this process may open no more: the main process reads the end of its control socket
+        elif len(fds) == 2:  # always, as long as nobody lowers the limit of this process
             self._start(message, fds)
+        with contextlib.suppress(OSError):  # no room is left
+            while len(self._spare) < 2:
+                self._spare.append(os.dup(self._wake))
+        return bool(message)
 
     def _obey(self, fd: int) -> None:
         pid = self._pids[fd]
@@ -469,16 +470,14 @@ class _Service:
 
     def _start(self, message: bytes, fds: list[int]) -> None:
         how, n_fds = message.split()
-        control_socket, *receivers = (socket.socket(fileno=fd) for fd in fds)
+        control_socket, receiver = (socket.socket(fileno=fd) for fd in fds)
         parcel, life_line = list[InheritedFd](), list[InheritedFd]()
         try:
-            if not receivers:
-                raise OSError(errno.EMFILE, "the supervisor may open no more descriptors")
             if _is_readable(control_socket, 0):
                 raise OSError(errno.ECANCELED, "the main process does not want it any more")
             # Here, and not in the worker: once this process has answered, no descriptor is on its way.
-            with receivers[0] as receiver:
-                parcel += map(InheritedFd, descriptors.receive(receiver, int(n_fds)))
+            parcel += map(InheritedFd, descriptors.receive(receiver, int(n_fds)))
+            receiver.close()
             life_line += map(InheritedFd, system.life_line())
             me, pid = os.getpid(), os.fork()
             if pid == 0:
@@ -499,8 +498,7 @@ class _Service:
         finally:
             for fd in parcel:
                 fd.close()
-            for receiver in receivers:
-                receiver.close()
+            receiver.close()
         if life_line:
             life_line[0].close()
             self._life_lines[pid] = life_line[1]
@@ -613,10 +611,9 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     if system.cpu_mask() != surroundings["cpus"]:
         with contextlib.suppress(OSError):  # a sandbox
             system.set_cpu_mask(surroundings["cpus"])
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, surroundings["file_limit"]) and surroundings["file_limit"] > soft:
-        with contextlib.suppress(ValueError):  # above its hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (surroundings["file_limit"], hard))
+    with contextlib.suppress(ValueError):  # above its hard limit, or none (macOS)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (surroundings["file_limit"], hard))
     process = multiprocessing.current_process()
     process.name, process.authkey = surroundings["name"], surroundings["authkey"]
     if surroundings["start_method"] in multiprocessing.get_all_start_methods():  # joblib has one of its own

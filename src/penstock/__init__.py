@@ -3,11 +3,10 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-# mypy does not follow this form, so it checks the rest as for macOS too. See system.py.
-if "linux" not in sys.platform:
+# mypy does not follow this form, so it checks the rest for each system. See system.py.
+if sys.platform in ("win32", "cygwin"):
     raise ImportError(
-        "penstock needs Linux. On Windows, use it in WSL 2; on macOS, in a virtual machine or a container with Linux. "
-        "The page docs/install.md says why, under Systems"
+        "penstock needs Linux or macOS. On Windows, use it in WSL 2. The page docs/install.md says why, under Systems"
     )
 
 if TYPE_CHECKING:  # of these, `penstock` offers what `__all__` lists

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import importlib
+import math
 import mmap
 import os
 import re
@@ -26,6 +28,8 @@ from typing import Any
 
 #: Whether the twins are in use. Below, `sys.platform` stands beside it, since mypy understands that.
 PORTABLE = sys.platform != "linux" or os.environ.get("PENSTOCK_PORTABLE") == "1"
+#: Why no worker should be a fork. Not with PENSTOCK_PORTABLE: to start new interpreters, the tests take twice as long.
+WHY_NO_FORK = "Apple's Accelerate may crash in a fork (CPython issue 33725)" if sys.platform == "darwin" else ""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -41,7 +45,6 @@ FRAME = 256  #: bytes: the longest message of `send`
 DESCRIPTORS = "/dev/fd" if PORTABLE else "/proc/self/fd"  #: the folder that lists the descriptors of this process
 OWN_CGROUPS = os.devnull if PORTABLE else "/proc/self/cgroup"  #: the file that names the cgroups of this process
 WAKE_UP_FDS = 2 if PORTABLE else 1  #: how many descriptors a wake-up has
-KEEPS_SENT = PORTABLE  #: whether a descriptor must stay open until it has arrived (Chromium's bug 298276)
 
 # ---- memory and files --------------------------------------------------------------------------
 
@@ -135,14 +138,16 @@ def umask() -> int:
         os.close(fd)
 
 
-def raise_file_limit(pid: int) -> None:
-    """Let another process open as many files as this one may. The twin leaves it the limit of its start."""
-    if sys.platform == "linux" and not PORTABLE:
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or must not
-            wanted, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            if soft != resource.RLIM_INFINITY and (wanted > soft or wanted == resource.RLIM_INFINITY):
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))
+def allow_files(needed: int) -> float:
+    """Let this process open so many files, or as many as its hard limit allows. Returns the soft limit, which is 256 on
+    macOS at first; inf: there is none."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if (wanted := min(needed, hard)) > soft:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
+            return wanted
+    return soft
 
 
 def open_descriptors() -> dict[int, str]:
@@ -155,9 +160,9 @@ def open_descriptors() -> dict[int, str]:
                     found[int(name)] = what
             else:
                 status = os.fstat(int(name))
-                kind = stat.S_IFMT(status.st_mode)  # 0: shared memory of macOS
-                if kind and (kind != stat.S_IFREG or status.st_nlink):
-                    found[int(name)] = f"{stat.filemode(status.st_mode)[0]} {status.st_ino}"
+                # Shared memory of macOS has no kind.
+                if status.st_nlink or stat.S_IFMT(status.st_mode) not in (0, stat.S_IFREG):
+                    found[int(name)] = f"{stat.filemode(status.st_mode)}, inode {status.st_ino}"
     return found
 
 
@@ -210,7 +215,12 @@ def receive_fds(end: socket.socket, n_bytes: int, most_fds: int) -> tuple[bytes,
     """What has come, and its descriptors. No child inherits them."""
     if sys.platform == "linux" and not PORTABLE:
         return socket.recv_fds(end, n_bytes, most_fds, socket.MSG_CMSG_CLOEXEC)[:2]
-    message, fds, _, _ = socket.recv_fds(end, n_bytes, most_fds)
+    try:
+        message, fds, _, _ = socket.recv_fds(end, n_bytes, most_fds)
+    except OSError as error:
+        if error.errno != errno.EMSGSIZE:  # macOS: they are more than this process may open, and are lost
+            raise
+        return end.recv(n_bytes), []
     for fd in fds:
         os.set_inheritable(fd, False)
     return message, fds

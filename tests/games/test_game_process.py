@@ -308,10 +308,8 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
     with game() as own, pytest.raises(GameError) as caught:
         own.connect()
     says = r"was started 3 times, and each time another program had its port. The last one: port \d+, "
-    thief_is = (
-        "a process that cannot be seen from here" if system.PORTABLE else rf"pid {os.getpid()} \(.*\), this process"
-    )
-    says += rf"{thief_is}\. Give start= and stop= a range that nobody else uses\n"
+    says += "a process that cannot be seen from here" if system.PORTABLE else rf"pid {os.getpid()} \(.*\), this process"
+    says += r"\. Give start= and stop= a range that nobody else uses\n"
     assert re.search(says, str(caught.value))
     assert len(thieves) == 4
     for thief in thieves:

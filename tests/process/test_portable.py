@@ -137,3 +137,29 @@ def test_code_of_penstock_may_not_open_what_macos_does_not_have() -> None:
         code = f"import os, pathlib; exec({how!r}, {{**globals(), '__name__': {name!r}}})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND)
         assert (f"{name} opens '/proc" in done.stderr) == (name != "psutil") == bool(done.returncode), done.stderr
+
+
+MACOS = """
+import gymnasium, psutil, sys, sysconfig, torch
+sysconfig.get_config_vars()  # this and the imports look for what macOS has
+sys.platform = "darwin"
+from penstock import ParallelSampler, system
+from penstock.envs import CountingEnv
+from penstock.workers.plan import PoolArguments
+import numpy as np
+from penstock import SerialSampler
+from penstock.agents import RandomAgent
+def batches(cls, **options):
+    with cls(CountingEnv, batch_T=8, batch_B=4, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        return [sampler.obtain_samples(itr)[0].env for itr in range(3)]
+for ours, theirs in zip(batches(ParallelSampler, n_workers=2), batches(SerialSampler)):
+    for name in ("observation", "reward", "done"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+print("same", PoolArguments().start_method, system.PORTABLE)
+"""
+
+
+def test_macos_may_import_penstock_and_starts_new_interpreters_by_default() -> None:
+    done = subprocess.run([sys.executable, "-c", MACOS], capture_output=True, text=True, timeout=BOUND)
+    assert (done.stdout, done.stderr) == ("same spawn True\n", "")

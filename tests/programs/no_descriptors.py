@@ -34,7 +34,7 @@ def initialize(cls: type[Sampler]) -> None:
     cls(CountingEnv, batch_T=5, batch_B=1).initialize(RandomAgent())
 
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (80, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 initialize(SerialSampler)  # imports what is imported late
 for n_free in 0, 1, 2:
     print(attempt(lambda: initialize(SerialSampler), n_free), flush=True)

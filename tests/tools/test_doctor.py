@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock import system
 from penstock.__main__ import main
 from penstock.errors import PortLeaseError
 from penstock.tools import doctor
@@ -46,14 +47,16 @@ def refuse_folder() -> Any:
         ("_interpreter", "is_free_threaded", lambda: False, "^$"),
         ("_memory", "free_memory", lambda: 2**20, "only 1 MiB of memory are free"),
         ("_ports", "lease_port", refuse_folder, "ports cannot be leased.*unsafe permissions"),
-        ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "may open 256 files.*ulimit -n 4096"),
+        ("_descriptors", "resource.getrlimit", lambda _: (256, 512), "may open 512 files.*hard limit .ulimit -Hn"),
+        ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "^$"),
+        ("_descriptors", "resource.getrlimit", lambda _: (256, -1), "^$"),
         ("_load", "os.getloadavg", lambda: (999.0, 0, 0), "999.0 processes ran"),
         of_linux("memfd_create", "_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),
         of_linux(
             "masks of CPUs", "_pinning", "os.sched_setaffinity", refuse, "cannot be pinned to CPUs here: not here"
         ),
         of_linux("masks of CPUs", "_pinning", "CpuClaims.assign", lambda *_: [()], "other runs have claimed so many"),
-        ("_pinning", "usable_cpus", lambda: (), "does not say which CPUs"),
+        ("_pinning", "usable_cpus", lambda: (), "no worker is pinned to a CPU: this system"),
     ],
 )
 def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: Any, message: str) -> None:
@@ -67,6 +70,16 @@ def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: 
 def test_what_the_system_refuses_is_named_beside_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "eventfd", refuse, raising=False)
     assert describe_machine()["wake-ups"] == "pipe (not here)"
+
+
+def test_on_a_system_other_than_linux_no_finding_names_what_only_linux_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "PORTABLE", True)
+    name, value = next(iter(describe_machine().items()))
+    assert (name, value.split()[1]) == ("portable", "experimental:")
+    advice = " ".join(
+        line for look in (doctor._cpus, doctor._quota, doctor._pinning, doctor._shared_memory) for line in look()
+    )
+    assert advice == "no worker is pinned to a CPU: this system (macOS, for example) cannot do this."
 
 
 @pytest.mark.parametrize("part", ["native", "spinning", "distributions", "stepping"])

@@ -12,8 +12,8 @@ import sys
 
 MISSING = {
     os: "memfd_create eventfd eventfd_read eventfd_write pidfd_open sched_getaffinity sched_setaffinity waitid pipe2 "
-    "posix_fallocate posix_fadvise fdatasync copy_file_range splice MFD_CLOEXEC MFD_ALLOW_SEALING EFD_CLOEXEC "
-    "EFD_NONBLOCK",
+    "posix_fallocate posix_fadvise sched_yield fdatasync copy_file_range splice MFD_CLOEXEC MFD_ALLOW_SEALING "
+    "EFD_CLOEXEC EFD_NONBLOCK",
     resource: "prlimit",
     select: "epoll",
     signal: "SIGRTMAX SIGRTMIN pidfd_send_signal sigtimedwait sigwaitinfo",

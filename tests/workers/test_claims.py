@@ -19,6 +19,7 @@ from fasteners import InterProcessLock
 from penstock.workers import claims
 from penstock.workers.claims import Claim, CpuClaims, claim, lock_folder
 from penstock.workers.plan import Affinity
+from penstock.workers.spinning import yield_cpu
 
 from ..children import exit_code_of_fork, waiting_fork
 from ..scale import scaled
@@ -295,7 +296,7 @@ def race(me: int, owners: np.typing.NDArray[np.int64], rounds: np.typing.NDArray
         for cpu in cpus:
             before = owners[cpu - MASK[0]]
             owners[cpu - MASK[0]] = me
-            os.sched_yield()
+            yield_cpu()
             if before > 0 or owners[cpu - MASK[0]] != me:
                 rounds[0] = -me
             owners[cpu - MASK[0]] = 0

@@ -20,6 +20,44 @@ def test_an_unlimited_number_of_descriptors_is_enough(monkeypatch: pytest.Monkey
     check_limits(3)
 
 
+def test_the_soft_limit_of_descriptors_is_raised_as_far_as_it_must() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+        check_limits(30)
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert 100 < raised[0] < hard
+        assert raised[1] == hard
+        check_limits(3)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised
+        with pytest.raises(
+            ConfigError, match=r"workers need about \d+ file descriptors and this process may open only"
+        ):
+            check_limits(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_no_hard_limit_of_descriptors(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    """As on macOS, which refuses to set none as the soft limit."""
+    limits = [256, resource.RLIM_INFINITY]
+
+    def set_limits(kind: int, values: tuple[int, int]) -> None:
+        if refuses or values[0] == resource.RLIM_INFINITY:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[:] = values
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    if refuses:
+        with pytest.raises(ConfigError, match="file descriptors and this process may open only"):
+            check_limits(1000)
+    else:
+        check_limits(1000)
+        assert limits == [pytest.approx(9000, rel=0.5), resource.RLIM_INFINITY]
+
+
 def cgroup(folder: Path, maximum: str, current: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pids.max").write_text(maximum)

@@ -1,13 +1,16 @@
 """Column arithmetic: every environment has exactly one worker, whatever the counts."""
 
+import warnings
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ConfigError, ParallelSampler
+from penstock import ConfigError, ParallelSampler, system
 from penstock.envs import CountingEnv
 from penstock.samplers.sampler_plan import EnvRange, eval_max_T, make_plans
-from penstock.workers.plan import Affinity, assign_cpus, split
+from penstock.workers.launcher import Launcher
+from penstock.workers.plan import Affinity, PoolArguments, StartMethod, assign_cpus, split
 
 counts = st.integers(1, 200)
 
@@ -67,6 +70,28 @@ def test_workers_take_the_cpus_of_the_mask_in_turn_or_those_that_are_said() -> N
     assert assign_cpus(Affinity(cpus=[7, [2, 7]]), 2, (2, 7)) == [(7,), (2, 7)]
     assert assign_cpus(Affinity(pin=False), 2, (2, 7)) == [(), ()]
     assert assign_cpus(Affinity(), 2, ()) == [(), ()]  # a system that cannot tell
+
+
+def test_where_nothing_can_be_pinned_cpus_have_no_effect_which_is_said_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            assert assign_cpus(Affinity(cpus=[7, [2, 7]]), 2, ()) == [(), ()]
+        with pytest.raises(ConfigError, match="for 2 workers, there are 3"):
+            assign_cpus(Affinity(cpus=[7, [2, 7]]), 3, ())
+    (warning,) = caught
+    assert str(warning.message) == "affinity has no effect: this system cannot pin a process to CPUs"
+
+
+def test_where_forks_may_crash_a_start_method_that_makes_some_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "WHY_NO_FORK", "because")
+    methods: tuple[StartMethod, ...] = ("spawn", "forkserver", "forkserver")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for start_method in methods:
+            Launcher(PoolArguments(start_method=start_method).pool_options(), 1)
+    (warning,) = caught
+    assert str(warning.message) == 'workers may crash with start_method="forkserver": because. Use "spawn"'
 
 
 @pytest.mark.parametrize(
