@@ -221,6 +221,7 @@ def test_an_affinity_that_cannot_work_is_refused(cls: type[Sampler], affinity: A
     check_refused(CountingEnv, message, cls=cls, n_workers=2, affinity=affinity)
 
 
+@pytest.mark.filterwarnings("ignore:affinity has no effect:RuntimeWarning")  # where nothing can be pinned
 def test_a_serial_sampler_takes_the_affinity_of_other_samplers() -> None:
     cpu = min(usable_cpus(), default=0)
     for affinity in ([cpu, cpu], Affinity(cpus=[[cpu]] * 3), Affinity(pin=False)):
