@@ -92,8 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
         if (linux := item.get_closest_marker("linux")) is not None:
-            (reason,) = linux.args
-            item.add_marker(pytest.mark.skipif(PORTABLE, reason=f"Linux: {reason}"))
+            assert linux.args, f"{item.nodeid}: the mark `linux` needs a reason"
+            item.add_marker(pytest.mark.skipif(PORTABLE, reason=f"Linux: {linux.args[0]}"))
         test = item.nodeid.partition("[")[0]
         if _has_other_start_method(item) or seen[test] == QUICK_CASES:
             item.add_marker(pytest.mark.slow)
