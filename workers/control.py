@@ -140,7 +140,7 @@ class Progress:
 
     def enter(self, phase: Phase) -> int:
         """Note a change of phase and a heartbeat; returns `time.monotonic_ns()`."""
-        now = time.monotonic_ns()
+        now = time.monotonic_ns()  # one clock for all processes, on macOS too
         self.words[PHASE] = phase
         self.words[HEARTBEAT] = now
         return now

@@ -23,7 +23,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 #: Whether the twins are in use. Below, `sys.platform` stands beside it, since mypy understands that.
@@ -156,7 +156,11 @@ def allow_files(needed: int) -> float:
 
 def open_descriptors() -> dict[int, str]:
     """The open descriptors of this process that are not penstock's shared memory, and what each is."""
-    found = {}
+    found, paths = {}, dict[int, str]()
+    if PORTABLE:
+        import psutil
+
+        paths = {each.fd: each.path for each in psutil.Process().open_files()}
     for name in os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ():
         with contextlib.suppress(OSError):  # that of the listing itself
             if sys.platform == "linux" and not PORTABLE:
@@ -166,7 +170,7 @@ def open_descriptors() -> dict[int, str]:
                 status = os.fstat(int(name))
                 # Shared memory of macOS has no kind.
                 if status.st_nlink or stat.S_IFMT(status.st_mode) not in (0, stat.S_IFREG):
-                    found[int(name)] = f"{stat.filemode(status.st_mode)}, inode {status.st_ino}"
+                    found[int(name)] = paths.get(int(name), f"{stat.filemode(status.st_mode)}, inode {status.st_ino}")
     return found
 
 
@@ -377,9 +381,12 @@ def marked_with(name: str) -> list[int]:
 def with_descendants(pids: Iterable[int]) -> set[int]:
     """These processes, their children, and so on."""
     left, found = list(pids), set[int]()
-    children: Mapping[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     if PORTABLE:
-        children = _all_children()
+        import psutil
+
+        for process in psutil.process_iter(["ppid"]):
+            children.setdefault(process.info["ppid"], []).append(process.pid)
     while left:
         if (pid := left.pop()) in found:
             continue
@@ -389,16 +396,6 @@ def with_descendants(pids: Iterable[int]) -> set[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
                 left += map(int, file.read().split())
     return found
-
-
-def _all_children() -> dict[int, list[int]]:
-    import psutil
-
-    children: dict[int, list[int]] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            children.setdefault(process.ppid(), []).append(process.pid)
-    return children
 
 
 def rss(pid: int) -> int:

@@ -56,7 +56,7 @@ def test_the_open_descriptors_are_all_but_shared_memory(monkeypatch: pytest.Monk
     with contextlib.closing(memory), open(tmp_path / "file", "w") as file, socket.socket() as connection:
         more = {fd: what for fd, what in system.open_descriptors().items() if before.get(fd) != what}
         assert more == {
-            file.fileno(): f"-rw-r--r--, inode {os.fstat(file.fileno()).st_ino}",
+            file.fileno(): str(tmp_path / "file"),
             connection.fileno(): f"srwxrwxrwx, inode {os.fstat(connection.fileno()).st_ino}",
         }
         # On macOS, shared memory has no kind, and nothing but a file has a link.
