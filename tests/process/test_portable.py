@@ -21,6 +21,7 @@ from ..support import BOUND, PROGRAMS
 from .support import SLACK, Script, gone_after, note
 
 N_TRIALS = scaled(50, 1)  # of each pair
+WITHOUT_LINUX = str(Path(__file__).parents[1] / "without_linux")
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 @pytest.fixture(autouse=True)
 def _without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PORTABLE", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "without_linux"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_LINUX, prepend=os.pathsep)
 
 
 HOLDING = """
@@ -117,7 +118,8 @@ CASES = scaled(
 
 def test_every_kind_gives_the_same_as_where_linux_has_all() -> None:
     """And every sampler the same as `SerialSampler`, with each start method."""
-    usual = {name: value for name, value in os.environ.items() if name not in ("PENSTOCK_PORTABLE", "PYTHONPATH")}
+    folders = [folder for folder in os.environ["PYTHONPATH"].split(os.pathsep) if folder != WITHOUT_LINUX]
+    usual = {**os.environ, "PENSTOCK_PORTABLE": "", "PYTHONPATH": os.pathsep.join(folders)}
     command: list[str] = [*DIGESTS, json.dumps(CASES)]
     with ExitStack() as both:
         runs = [
