@@ -215,7 +215,11 @@ def test_type_checkers_and_run_time_know_the_same_names_and_types() -> None:
 @every
 @pytest.mark.parametrize(
     ("affinity", "message"),
-    [([9999, 9999], "pins worker 0 to CPUs"), (["a", "b"], "must list, for each worker"), (3, "must list, for each")],
+    [
+        pytest.param([9999, 9999], "pins worker 0 to CPUs", marks=pytest.mark.linux("masks of CPUs")),
+        (["a", "b"], "must list, for each worker"),
+        (3, "must list, for each"),
+    ],
 )
 def test_an_affinity_that_cannot_work_is_refused(cls: type[Sampler], affinity: Any, message: str) -> None:
     check_refused(CountingEnv, message, cls=cls, n_workers=2, affinity=affinity)
