@@ -13,9 +13,9 @@ STARTED := $(shell date +%s)
 SECONDS_SO_FAR = $$(( $$(date +%s) - $(STARTED) ))
 
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
-quick test: export PYTHONDONTWRITEBYTECODE =
+quick test portable: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers peers-docs scale clean
+.PHONY: run quick test portable check coverage floors pythons docs docs-test dist arm macos gpu bench sanitize ray chaos faults cases mutants real peers peers-docs scale clean
 
 run: $(VENV)/.installed
 	@echo "Training CartPole with PPO."
@@ -33,6 +33,13 @@ test: $(TESTABLE)
 	@echo "Running the tests, some ten minutes with two CPUs."
 	$(BIN)/$(PYTEST) -n 4 -m "not site and not gpu"
 	@echo "make test took $(SECONDS_SO_FAR) s."
+
+# The same with the code that macOS runs (src/penstock/system.py), in a Python from which all that only Linux has was taken.
+# To try some: make portable PORTABLE_TESTS="tests/workers tests/games"
+PORTABLE_TESTS ?=
+portable: $(TESTABLE)
+	PENSTOCK_PORTABLE=1 PYTHONPATH=$(CURDIR)/tests/without_linux $(BIN)/$(PYTEST) -n 4 -m "not site and not gpu" $(PORTABLE_TESTS)
+	@echo "make portable took $(SECONDS_SO_FAR) s."
 
 check: $(TESTABLE)
 	$(BIN)/ruff check .
@@ -62,6 +69,10 @@ dist:
 # After `make dist`: the wheel for aarch64 in an emulator, and what orders memory in its machine code.
 arm:
 	.ci/arm 3.13 trixie
+
+# The C code, compiled for macOS without a warning.
+macos:
+	PYTHON=$(PYTHON) .ci/macos
 
 # The whole suite, that of Ray too, and the lines of each room that it runs, in whichever process. Fails below the share
 # in pyproject.toml. A test with a limit of time may fail, since measured code is slower. Ray has processes of its own:

@@ -364,6 +364,7 @@ def train_penstock(
 ) -> Outcome:
     """`lag=1`: with `AsyncSampler` and one worker. `pinned`: it has the last CPU, and the learner the others."""
     from penstock import AsyncSampler, ParallelSampler, TrajInfo
+    from penstock.workers.affinity import usable_cpus
 
     class Unscaled(TrajInfo):
         """With the return before wrappers change the rewards."""
@@ -377,7 +378,7 @@ def train_penstock(
     np.random.seed(seed)
     agent = new_agent(task, inference)
     common: dict[str, Any] = {"batch_T": task.batch_T, "batch_B": task.batch_B, "record_final_obs": False}
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = usable_cpus() or range(os.cpu_count() or 1)
     if task.make_env is cartpole:
         common["env_fn"] = partial(gym.make, "CartPole-v1")
     else:

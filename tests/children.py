@@ -1,20 +1,24 @@
-"""Child processes: one that runs a few lines of code with objects that are sent to it, and forks of this process."""
+"""Child processes: one that runs a few lines of code with objects that are sent to it, and forks of this process. And
+what a process has: its descendants and its open descriptors."""
 
 from __future__ import annotations
 
 import os
+import stat
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from penstock.workers.supervisor import SupervisedProcess, Supervisor
+import psutil
 
 SECONDS = 60
 
 
 def exit_code_of(start_method: str, code: str, **objects: Any) -> int | None:
     """Run `code` in a child process, with `objects` as its variables. Returns the exit code, None if it did not end."""
+    from penstock.workers.supervisor import SupervisedProcess, Supervisor  # conftest.py imports this file
+
     child = SupervisedProcess("penstock-child", exec, code, objects, spawns=start_method == "spawn")
     with closing(Supervisor(is_fork=start_method == "fork")) as supervisor, closing(child):
         child.start(supervisor)
@@ -51,3 +55,25 @@ def waiting_fork() -> Iterator[None]:
     finally:
         os.close(write)
         os.waitpid(child, 0)
+
+
+def descendants() -> set[int]:
+    """All processes below this one, zombies excluded."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
+
+
+def descriptors() -> dict[int, str]:
+    """The open descriptors of this process, each with its kind and a number: "p" is a pipe, "s" a socket, "?" what has
+    no place in the file system, and "0" a file without a name, as all shared memory is."""
+    found = {}
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # the descriptor of this listing
+            status = os.fstat(int(name))
+            is_nameless = stat.S_ISREG(status.st_mode) and not status.st_nlink
+            found[int(name)] = f"{'0' if is_nameless else stat.filemode(status.st_mode)[0]} {status.st_ino}"
+    return found

@@ -21,6 +21,9 @@ import psutil
 import pytest
 from xdist import is_xdist_controller
 
+from penstock.system import PORTABLE
+
+from .children import descendants, descriptors
 from .scale import FULL, USUAL_METHODS, scaled
 from .starter import starting
 
@@ -88,6 +91,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cloudpickle.register_pickle_by_value(module)
     seen: Counter[str] = Counter()
     for item in items:
+        if (linux := item.get_closest_marker("linux")) is not None:
+            assert linux.args, f"{item.nodeid}: the mark `linux` needs a reason"
+            item.add_marker(pytest.mark.skipif(PORTABLE, reason=f"Linux: {linux.args[0]}"))
         test = item.nodeid.partition("[")[0]
         if _has_other_start_method(item) or seen[test] == QUICK_CASES:
             item.add_marker(pytest.mark.slow)
@@ -148,11 +154,13 @@ def starter_if_slow(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("starter")
 
 
-# The functions below read /proc themselves, without psutil and pathlib: they run twice for every test.
+# The functions below run twice for every test.
 
 
 def _children() -> set[int]:
-    """All descendants, zombies excluded."""
+    """All descendants, zombies excluded. On Linux they read /proc themselves: psutil takes ten times as long."""
+    if PORTABLE:
+        return descendants()
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
@@ -177,13 +185,10 @@ def _read(path: str) -> bytes:
 
 
 def _descriptors() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{fd}={os.readlink(f'/proc/self/fd/{fd}')}")
-        except OSError:
-            continue  # the descriptor of this listing
-    return {entry for entry in found if "memfd" in entry or "eventfd" in entry or "pidfd" in entry or "pipe:" in entry}
+    """Pipes, memory, and what wakes or watches a process. multiprocessing keeps some memory for its next arrays."""
+    heap = sys.modules.get("multiprocessing.heap")
+    kept = {f"0 {os.fstat(arena.fd).st_ino}" for arena in heap.BufferWrapper._heap._arenas} if heap else ()
+    return {f"{fd}={what}" for fd, what in descriptors().items() if what[0] in "p0?" and what not in kept}
 
 
 def _shm_names() -> set[str]:

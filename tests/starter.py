@@ -4,11 +4,10 @@ A script that collects one batch with a `ParallelSampler` takes 7.6 s of CPU tim
 supervisor imports torch too, and 1.4 s from start to end in such a fork (median of 8, alternately, two busy CPUs). On
 these CPUs, 64 tests of `tests/process` and `tests/examples` took 4 minutes with forks, and more than 15 without.
 
-A script runs as the main module, at the top level. A `Child` is a child process of the tests, a `Program` one of the
-process that makes the forks, which tells how it has ended. By default, a `Program` ends as a Python program does, and
-its supervisor is a new interpreter. `skips_teardown` and `forks_supervisor` change that, and `run` uses both. A test
-that is about imports, options of the interpreter or the start of a supervisor needs a new interpreter: it uses
-`subprocess.Popen`.
+A script runs as the main module, at the top level. A `Program` is a child of the process that makes the forks, which
+tells how it has ended. By default, it ends as a Python program does, and its supervisor is a new interpreter.
+`skips_teardown` and `forks_supervisor` change that, and `run` uses both. A test that is about imports, options of the
+interpreter or the start of a supervisor needs a new interpreter: it uses `subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
 import multiprocessing.process
 import os
-import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +31,7 @@ import types
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,23 +43,19 @@ MODULES = (
     "penstock.testing",
     "penstock.samplers.sampler_program",
 )
-MESSAGE_BYTES = 100_000
 SECONDS = 60
-SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """What to run. `strict`: warnings are errors. `light`: its supervisor does not import torch for the workers.
-    `forks_supervisor`: its supervisor is a fork, and need not import torch. `is_child`: of the process that asks.
-    `skips_teardown`: it exits without taking its modules apart. `kept`: the numbers of descriptors that it has
-    beside the standard ones."""
+    `forks_supervisor`: its supervisor is a fork, and need not import torch. `skips_teardown`: it exits without taking
+    its modules apart. `kept`: the numbers of descriptors that it has beside the standard ones."""
 
     argv: list[str]
     strict: bool
     light: bool
     forks_supervisor: bool = False
-    is_child: bool = False
     skips_teardown: bool = False
     kept: tuple[int, ...] = ()
     folder: str = field(default_factory=os.getcwd)
@@ -71,52 +66,33 @@ class Request:
 
 
 class Starter:
-    """The process that makes the forks, as the tests see it, at the other end of `connection`."""
+    """The process that makes the forks, as the tests see it, at the other end of `end`."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
         self._statuses: dict[int, int] = {}  # by process id, of those that have ended
 
     def start(self, request: Request, descriptors: list[int]) -> int:
         """Returns the process id."""
-        if request.is_child:
-            with _orphans_are_ours():
-                return self._start(request, descriptors)
-        return self._start(request, descriptors)
-
-    def _start(self, request: Request, descriptors: list[int]) -> int:
-        socket.send_fds(self._socket, [pickle.dumps(vars(request))], descriptors)
+        socket.send_fds(self._socket, [b"!"], descriptors)
+        self._connection.send(vars(request))
         while True:
-            pid, status = self._receive()
+            pid, status = self._connection.recv()
             if status is None:
                 self._statuses.pop(pid, None)  # of an earlier process
-                return pid
+                return int(pid)
             self._statuses[pid] = status
 
     def wait(self, pid: int, *, block: bool) -> int | None:
         """What `os.wait` says of this process, or None if it has not ended."""
-        while pid not in self._statuses and (block or select.select([self._socket], [], [], 0)[0]):
-            ended, status = self._receive()
+        while pid not in self._statuses and (block or self._connection.poll()):
+            ended, status = self._connection.recv()
             assert status is not None
             self._statuses[ended] = status
         return self._statuses.get(pid)
 
-    def _receive(self) -> tuple[int, int | None]:
-        message = self._socket.recv(MESSAGE_BYTES)
-        assert message, "the process that starts scripts has ended"
-        pid, status = pickle.loads(message)
-        return pid, status
-
-
-@contextlib.contextmanager
-def _orphans_are_ours() -> Iterator[None]:
-    """A process below this one that loses its parent becomes a child of this one."""
-    prctl = ctypes.CDLL(None).prctl
-    assert prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    try:
-        yield
-    finally:
-        prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    def close(self) -> None:
+        self._connection.close()
 
 
 _starters: list[Starter] = []
@@ -125,61 +101,19 @@ _starters: list[Starter] = []
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
     """`Program` works within it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-        with using(ours):
+        with contextlib.closing(Starter(ours)) as own:
+            _starters.append(own)
             yield
+            _starters.pop()
     process.wait(SECONDS)
 
 
-@contextlib.contextmanager
-def using(connection: socket.socket) -> Iterator[None]:
-    """`Child` works within it: a process that has called `serve` is at the other end."""
-    _starters.append(Starter(connection))
-    try:
-        yield
-    finally:
-        _starters.pop()
-
-
-class Child(subprocess.Popen):  # type: ignore[type-arg]
-    """`Popen([sys.executable, *argv], **options)`, but started by the `starter`. The options are those of pipes and
-    `pass_fds`."""
-
-    def __init__(self, argv: Sequence[object], request: dict[str, Any] | None = None, **options: Any) -> None:
-        self._words = [str(word) for word in argv]
-        self._settings = request or {"is_child": True, "forks_supervisor": True}
-        self._starter = _starters[-1]
-        super().__init__(self._words, **options)
-
-    # What Popen itself leaves to the system that it runs on.
-
-    def _execute_child(self, *arguments: Any) -> None:
-        kept = tuple(sorted(arguments[4]))
-        pipes = arguments[10:16]  # the two ends of stdin, of stdout and of stderr, or -1
-        ends = [own if own != -1 else standard for standard, own in enumerate((pipes[0], pipes[3], pipes[5]))]
-        request = Request(self._words, kept=kept, **{"strict": False, "light": False, **self._settings})
-        self.pid = self._starter.start(request, [*ends, *kept])
-        self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
-
-
-def fork(
-    command: Sequence[object], *, env: dict[str, str] | None = None, start_new_session: bool = True, **pipes: Any
-) -> Child:
-    """Takes the place of `subprocess.Popen`: runs the script `command[1]` in a fork, always in a session of its own."""
-    request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True}
-    return Child(command[1:], request if env is None else {**request, "environ": env}, **pipes)
-
-
-#: Takes the place of `subprocess` in a module that starts scripts.
-FORKING_SUBPROCESS = types.SimpleNamespace(**vars(subprocess) | {"Popen": fork})
-
-
-class Program(Child):
+class Program(subprocess.Popen):  # type: ignore[type-arg]
     """`Popen([sys.executable, *argv], text=True, start_new_session=True)` with pipes, but started by the `starter`."""
 
     def __init__(
@@ -187,14 +121,32 @@ class Program(Child):
         argv: Sequence[object],
         *,
         cwd: Path | None = None,
+        environ: dict[str, str] | None = None,
         strict: bool = False,
         light: bool = False,
         forks_supervisor: bool = False,
         skips_teardown: bool = False,
+        **options: Any,
     ) -> None:
-        where = {} if cwd is None else {"folder": str(cwd)}
-        how = {"strict": strict, "light": light, "forks_supervisor": forks_supervisor, "skips_teardown": skips_teardown}
-        super().__init__(argv, {**how, **where}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        words = [str(word) for word in argv]
+        self._request = Request(words, strict, light, forks_supervisor, skips_teardown)
+        if cwd is not None:
+            self._request.folder = str(cwd)
+        if environ is not None:
+            self._request.environ = environ
+        self._starter = _starters[-1]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        super().__init__(words, **(options or pipes))
+
+    # What Popen itself leaves to the system that it runs on.
+
+    def _execute_child(self, *arguments: Any) -> None:
+        kept = self._request.kept = tuple(sorted(arguments[4]))
+        pipes = arguments[10:16]  # the two ends of stdin, of stdout and of stderr, or -1
+        ends = [own if own != -1 else standard for standard, own in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = self._starter.start(self._request, [*ends, *kept])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         status = self._starter.wait(self.pid, block=wait_flags != os.WNOHANG)
@@ -204,6 +156,17 @@ class Program(Child):
         if self.returncode is None and (ended := self._try_wait(os.WNOHANG))[0]:
             self._handle_exitstatus(ended[1])  # type: ignore[attr-defined]
         return self.returncode
+
+
+def fork(
+    command: Sequence[object], *, env: dict[str, str] | None = None, start_new_session: bool = True, **pipes: Any
+) -> Program:
+    """Takes the place of `subprocess.Popen`: runs the script `command[1]` in a fork, always in a session of its own."""
+    return Program(command[1:], environ=env, forks_supervisor=True, skips_teardown=True, **{"stdout": None, **pipes})
+
+
+#: Takes the place of `subprocess` in a module that starts scripts.
+FORKING_SUBPROCESS = types.SimpleNamespace(**vars(subprocess) | {"Popen": fork})
 
 
 def run(*argv: object, cwd: Path, seconds: float = 110, **how: bool) -> subprocess.CompletedProcess[str]:
@@ -221,45 +184,36 @@ def run(*argv: object, cwd: Path, seconds: float = 110, **how: bool) -> subproce
 # ---- in the process that forks -----------------------------------------------------------------
 
 
-def serve(connection: socket.socket) -> Request | None:
+def serve(end: socket.socket) -> Request | None:
     """Fork for each request. Returns the request in a fork, None when the tests have ended."""
-    running: dict[int, int] = {}  # process ids by pidfd
+    connection, (reader, writer) = Connection(os.dup(end.fileno())), os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     while True:
-        ready, _, _ = select.select([connection, *running], [], [])
-        for pidfd in running.keys() & ready:
-            pid = running.pop(pidfd)
-            connection.send(pickle.dumps((pid, os.waitpid(pid, 0)[1])))
-            os.close(pidfd)
-        if connection in ready:
-            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 8)
+        ready, _, _ = select.select([end, reader], [], [])
+        if reader in ready:
+            os.read(reader, 4096)
+            with contextlib.suppress(ChildProcessError):  # none is left
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    connection.send(ended)
+        if end in ready:
+            message, descriptors, _, _ = socket.recv_fds(end, 1, 8)
             if not message:
                 return None
-            request = Request(**pickle.loads(message))
-            if (pid := (fork_for_above if request.is_child else os.fork)()) == 0:
+            request = Request(**connection.recv())
+            if (pid := os.fork()) == 0:
                 os.setsid()
-                connection.detach()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, before)
+                connection.close()
+                end.detach()
                 take(descriptors, [0, 1, 2, *request.kept])
                 return request
-            if not request.is_child:
-                running[os.pidfd_open(pid)] = pid
-            connection.send(pickle.dumps((pid, None)))
+            connection.send((pid, None))
             for descriptor in descriptors:
                 os.close(descriptor)
-
-
-def fork_for_above() -> int:
-    """A fork whose parent ends at once, so that it becomes a child of the process above this one."""
-    read, write = os.pipe()
-    if (between := os.fork()) == 0:
-        if (pid := os.fork()) == 0:
-            return 0
-        os.write(write, b"%d" % pid)
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as file:
-        pid = int(file.read())
-    os.waitpid(between, 0)
-    return pid
 
 
 def take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -331,8 +285,8 @@ if __name__ == "__main__":
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would write to the memory that forks share
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        request = serve(connection)
+    with socket.socket(fileno=int(sys.argv[1])) as end:
+        request = serve(end)
     if request is not None:
         # Here and not in a function: an exception leaves the script as it leaves any program.
         main = become(request)

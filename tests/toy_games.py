@@ -256,7 +256,7 @@ class Numbered:
     metadata: dict[str, Any] = {"name": "numbered"}  # noqa: RUF012
 
     def __init__(self, ids: Sequence[int] = (7, 1, 4), lives: int = 3) -> None:
-        self.possible_agents, self.agents, self._lives = list(ids), [], lives
+        self.possible_agents, self.agents, self._lives = list(ids), list[Any](), lives
 
     def observation_space(self, agent: int) -> gym.Space[Any]:
         return spaces.Dict({"who": spaces.Discrete(10), "was": spaces.Box(-9, 9, (2,), np.float32)})
@@ -392,7 +392,7 @@ class Clocks:
         rewards = {agent: float(rng.integers(-3, 4)) for agent in self.possible_agents if rng.random() < 0.5}
         rewards = {agent: reward + actions.get(agent, 0) for agent, reward in rewards.items()}
         self.ledger += sum(rewards.values())
-        is_over, terminated, truncated = self.t >= 30, {}, {}
+        is_over, terminated, truncated = self.t >= 30, dict[str, bool](), dict[str, bool]()
         for agent in before:
             if is_over or (self.has_begun and rng.random() < 0.05):
                 (terminated if rng.random() < 0.6 else truncated)[agent] = True

@@ -66,8 +66,12 @@ def anonymous_memory(name: str) -> int:
     if not PORTABLE:
         return anonymous_file(name)
     shm, path = importlib.import_module("_posixshmem"), f"/{name}-{secrets.token_hex(8)}"
-    fd: int = shm.shm_open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    shm.shm_unlink(path)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a handler may raise: the name would stay
+    try:
+        fd: int = shm.shm_open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        shm.shm_unlink(path)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:

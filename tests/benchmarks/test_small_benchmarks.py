@@ -89,7 +89,10 @@ def names_in(figures: Any) -> set[str]:
 
 
 @pytest.mark.usefixtures("daily_forks")
-@pytest.mark.parametrize("name", TWO_TURNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.linux("eventfd")) if name == "waits" else name for name in TWO_TURNS],
+)
 def test_two_turns(folder: Path, request: pytest.FixtureRequest, name: str) -> None:
     if name == "waits" and not COMPILED:
         pytest.skip("was built without a C compiler")
@@ -173,6 +176,7 @@ def central(folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str,
     return {**content["results"], **other["results"]}
 
 
+@pytest.mark.linux("masks of CPUs")
 @pytest.mark.xdist_group("central")
 @pytest.mark.parametrize(
     "what", scaled(["uneven", "deadline", "alternating", "vector", "sync"], ["uneven", "alternating"])

@@ -27,6 +27,7 @@ from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
+from .. import children
 from ..children import exit_code_of_fork
 from ..scale import examples, methods
 from ..support import leave_memory
@@ -39,15 +40,13 @@ def specs_of(*shapes: tuple[int, ...], dtype: Any = np.float64) -> NamedArrays:
 
 
 def descriptors() -> dict[int, str]:
-    """The open descriptors of this process and what they lead to, less the one that lists them."""
     gc.collect()
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-    return found
+    return children.descriptors()
+
+
+def link(fd: int) -> str:
+    """What Linux says of an open descriptor."""
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 @contextmanager
@@ -96,7 +95,7 @@ SPECS = NamedArrays(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
-@pytest.mark.parametrize("has_memfd", [pytest.param(True, marks=pytest.mark.linux), False])
+@pytest.mark.parametrize("has_memfd", [pytest.param(True, marks=pytest.mark.linux("memfd_create")), False])
 @methods("fork", "spawn")
 def test_parent_and_child_write_and_see_the_same_cells(
     monkeypatch: pytest.MonkeyPatch, start_method: str, has_memfd: bool
@@ -105,8 +104,7 @@ def test_parent_and_child_write_and_see_the_same_cells(
         monkeypatch.delattr(os, "memfd_create", raising=False)
     before = descriptors()
     with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
-        new = [link for fd, link in descriptors().items() if fd not in before and "memfd" in link]
-        assert bool(new) == has_memfd
+        assert not has_memfd or any("memfd" in link(fd) for fd in descriptors().keys() - before)
         assert not memory.arrays.cells.any()
         check_sharing(start_method, memory)
 
@@ -184,13 +182,12 @@ def test_a_spec_is_taken_from_anything_like_an_array_behind_leading_dimensions(
 # ---- allocation --------------------------------------------------------------------------------
 
 
-@pytest.mark.linux
+@pytest.mark.linux("memfd_create and posix_fallocate")
 def test_a_block_is_anonymous_and_its_pages_are_taken_at_once() -> None:
     before = descriptors()
     with opened(NamedMemory(specs_of((3 * MIB,), dtype=np.uint8), shared=True, purpose="a test")):
-        new = {fd: link for fd, link in descriptors().items() if fd not in before}
-        assert new
-        assert all(link.startswith("/memfd:penstock") for link in new.values())
+        assert (new := descriptors().keys() - before)
+        assert all(link(fd).startswith("/memfd:penstock") for fd in new)
         assert all(os.fstat(fd).st_blocks * 512 >= 3 * MIB for fd in new)
         assert not any(os.get_inheritable(fd) for fd in new)
 

@@ -153,7 +153,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder that evaluate"):
         EvalResults.load(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
-        run(vla, episodes=1, folder="/proc/nowhere")
+        run(vla, episodes=1, folder="/dev/null/nowhere")
 
     def nested(observation: Any, rngs: Any) -> Any:
         return run(vla, episodes=1, folder=tmp_path / "busy")

@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
+import psutil
 from gymnasium.spaces import Box, Discrete
 
 from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler
@@ -47,14 +48,12 @@ def play(connection: Any, n: int) -> list[int]:
 
 def processes(mark: str = SERVER) -> Iterator[int]:
     """The processes of all games with this text in their command, or in the variables that they were started with."""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            with suppress(OSError):
-                if OWN.encode() not in Path(f"/proc/{entry}/environ").read_bytes():
-                    continue
-                files = [Path(f"/proc/{entry}/{name}").read_bytes() for name in ("cmdline", "environ")]
-                if any(mark.encode() in text for text in files):
-                    yield int(entry)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            variables = [f"{name}={value}" for name, value in process.environ().items()]
+            is_own = process.pid != os.getpid() and any(OWN in text for text in variables)
+            if is_own and any(mark in text for text in (*variables, "\0".join(process.cmdline()))):
+                yield process.pid
 
 
 class Played(gym.Env[Any, Any]):

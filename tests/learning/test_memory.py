@@ -106,7 +106,7 @@ def _sample_from_a_file(path: Path, n_bytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs limits and advice of Linux")
+@pytest.mark.linux("/proc, RLIMIT_DATA and MADV_PAGEOUT")
 def test_a_replay_in_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     n_bytes = scaled(3 * 2**30, 3 * 2**23)
     assert exit_code_of_fork(lambda: _sample_from_a_file(tmp_path / "steps", n_bytes)) == 0

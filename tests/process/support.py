@@ -162,7 +162,7 @@ class Killer:
 @contextmanager
 def killer() -> Iterator[Killer]:
     process = subprocess.Popen(
-        [sys.executable, "-S", PROGRAMS / "killer.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, PROGRAMS / "killer.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -162,8 +163,11 @@ def games_of(folder: Path) -> list[int]:
 
 def members_of(pids: list[int]) -> list[int]:
     """The shells that were started, and their children."""
-    children = [Path(f"/proc/{pid}/task/{pid}/children") for pid in pids]
-    return [*pids, *(int(pid) for path in children if path.exists() for pid in path.read_text().split())]
+    found = list(pids)
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            found += [child.pid for child in psutil.Process(pid).children()]
+    return found
 
 
 @pytest.mark.parametrize(("kind", "start_method"), pairs(KINDS, USUAL_METHODS))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ..scale import START_METHODS, pairs, scaled
-from ..support import BOUND
+from ..support import BOUND, PROGRAMS
 from .support import SLACK, Script, gone_after, note
 
 N_TRIALS = scaled(50, 1)  # of each pair
+WITHOUT_LINUX = str(Path(__file__).parents[1] / "without_linux")
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
@@ -25,7 +29,7 @@ pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 @pytest.fixture(autouse=True)
 def _without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PORTABLE", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "without_linux"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_LINUX, prepend=os.pathsep)
 
 
 HOLDING = """
@@ -99,21 +103,42 @@ def test_a_pool_inside_of_a_worker_ends_only_what_is_its_own(tmp_path: Path) -> 
         gone_after([program], began, 2.0 * SLACK)
 
 
-SAME = """
-import numpy as np
-from penstock import SerialSampler
-from penstock.agents import RandomAgent
-def batches(cls, **options):
-    with cls(CountingEnv, batch_T=8, batch_B=4, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        return [sampler.obtain_samples(itr)[0].env for itr in range(3)]
-expected = batches(SerialSampler)
-for method in methods:
-    for ours, theirs in zip(batches(ParallelSampler, n_workers=2, start_method=method), expected):
-        for name in ("observation", "reward", "done"):
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-say("same")
-"""
+DIGESTS = [sys.executable, "-W", "error", str(PROGRAMS / "digests.py")]
+KINDS = [
+    *("SerialSampler", "ParallelSampler", "GpuSampler", "GpuSampler, server process", "AlternatingSampler"),
+    *("AsyncSampler", "AsyncSampler, server process", "agents in lock-step", "agents in turns", "batched"),
+    *("ShmVectorEnv", "Sb3VecEnv", "replay in a file", "evaluate"),
+]
+SAMPLERS = KINDS[: KINDS.index("agents in lock-step")]
+CASES = scaled(
+    list(product(KINDS, START_METHODS)),
+    [*product(KINDS, ["fork"]), ("ParallelSampler", "forkserver"), ("ParallelSampler", "spawn")],
+)
+
+
+def test_every_kind_gives_the_same_as_where_linux_has_all() -> None:
+    """And every sampler the same as `SerialSampler`, with each start method."""
+    folders = [folder for folder in os.environ["PYTHONPATH"].split(os.pathsep) if folder != WITHOUT_LINUX]
+    usual = {**os.environ, "PENSTOCK_PORTABLE": "", "PYTHONPATH": os.pathsep.join(folders)}
+    command: list[str] = [*DIGESTS, json.dumps(CASES)]
+    with ExitStack() as both:
+        runs = [
+            both.enter_context(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            for env in (usual, os.environ)
+        ]
+        linux, portable = (run.communicate(timeout=scaled(1800, 100))[0].splitlines() for run in runs)
+    assert [line.rpartition(": ")[0] for line in linux] == [", ".join(case) for case in CASES]
+    assert portable == linux
+    assert len({line.rpartition(": ")[2] for line in linux if line.rsplit(", ", 1)[0] in SAMPLERS}) == 1
+
+
+def test_code_of_penstock_may_not_open_what_macos_does_not_have() -> None:
+    """That of other libraries may."""
+    opened = "pathlib.Path('/proc/self/stat').read_text(); open('/dev/null').close()"
+    for name, how in (("penstock.games", "os.listdir('/proc')"), ("penstock", opened), ("psutil", opened)):
+        code = f"import os, pathlib; exec({how!r}, {{**globals(), '__name__': {name!r}}})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND)
+        assert (f"{name} opens '/proc" in done.stderr) == (name != "psutil") == bool(done.returncode), done.stderr
 
 
 MACOS = """
@@ -123,17 +148,20 @@ sys.platform = "darwin"
 from penstock import ParallelSampler, system
 from penstock.envs import CountingEnv
 from penstock.workers.plan import PoolArguments
-methods, say = [PoolArguments().start_method], print
+import numpy as np
+from penstock import SerialSampler
+from penstock.agents import RandomAgent
+def batches(cls, **options):
+    with cls(CountingEnv, batch_T=8, batch_B=4, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        return [sampler.obtain_samples(itr)[0].env for itr in range(3)]
+for ours, theirs in zip(batches(ParallelSampler, n_workers=2), batches(SerialSampler)):
+    for name in ("observation", "reward", "done"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+print("same", PoolArguments().start_method, system.PORTABLE)
 """
 
 
 def test_macos_may_import_penstock_and_starts_new_interpreters_by_default() -> None:
-    code = MACOS + SAME.replace("start_method=method", "") + "print(methods, system.PORTABLE)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND)
-    assert (done.stdout, done.stderr) == ("same\n['spawn'] True\n", "")
-
-
-def test_each_start_method_gives_the_batches_of_a_serial_sampler(tmp_path: Path) -> None:
-    with Script(tmp_path, SAME, new=True, methods=START_METHODS) as script:
-        output, errors = script.end()
-    assert output == "same\n", errors
+    done = subprocess.run([sys.executable, "-c", MACOS], capture_output=True, text=True, timeout=BOUND)
+    assert (done.stdout, done.stderr) == ("same spawn True\n", "")

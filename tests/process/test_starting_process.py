@@ -206,7 +206,7 @@ def test_a_process_beside_the_workers_has_as_many_threads_as_this_one() -> None:
         torch.set_num_threads(n)
 
 
-@pytest.mark.linux  # elsewhere the supervisor alone says that a worker has ended
+@pytest.mark.linux("elsewhere the supervisor alone says that a worker has ended")
 @pytest.mark.slow
 def test_a_worker_that_a_stopped_supervisor_cannot_replace() -> None:
     with new_sampler(start_timeout=0.5, on_worker_failure="restart") as sampler:

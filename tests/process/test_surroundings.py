@@ -91,6 +91,7 @@ only_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="knows t
 
 
 @only_x86_64
+@pytest.mark.linux("the system call that is refused")
 @methods("forkserver")
 @pytest.mark.parametrize("error", scaled([errno.ENOSYS, errno.EPERM], [errno.ENOSYS]), ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["pidfd_open", "eventfd2", "memfd_create"])
@@ -102,6 +103,7 @@ def test_a_refused_system_call_has_a_fallback(tmp_path: Path, name: str, error: 
 
 
 @only_x86_64
+@pytest.mark.linux("masks of CPUs")
 @pytest.mark.parametrize("error", scaled([errno.EPERM, errno.ENOSYS], [errno.EPERM]), ids=errno.errorcode.get)
 def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path, error: int) -> None:
     body = refusing("sched_setaffinity", error) + SAMPLES
@@ -133,6 +135,7 @@ def test_a_deleted_current_folder_is_named(tmp_path: Path, start_method: str) ->
     assert "The current folder was deleted: change to another folder" in output, errors
 
 
+@pytest.mark.linux("memfd_create; elsewhere messages are in files there")
 def test_no_folder_for_temporary_files_is_needed(tmp_path: Path) -> None:
     body = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nonexistent']" + ONE_BATCH
     with Script(tmp_path, body, METHOD="forkserver") as script:
@@ -290,6 +293,7 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups \"$@\"
 """
 
 
+@pytest.mark.linux("mount namespaces")
 @methods("fork")
 def test_few_processes(start_method: str) -> None:
     command = [sys.executable, "-W", "error", "-"]
@@ -337,6 +341,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.linux("/proc, and RLIMIT_AS, which other systems do not obey")
 def test_too_small_an_address_space(tmp_path: Path) -> None:
     with Script(tmp_path, ADDRESSES, METHOD="forkserver") as script:
         words = script.line()
@@ -372,6 +377,7 @@ def in_a_room_of_its_own(setup: str, program: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.linux("mount namespaces, and memory that needs no /dev/shm")
 @methods("fork")
 @pytest.mark.parametrize("shm", scaled(list(SHM), ["absent"]))
 def test_whatever_dev_shm_is(shm: str, start_method: str) -> None:

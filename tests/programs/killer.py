@@ -7,28 +7,12 @@ import os
 import sys
 import time
 
-
-def parents() -> dict[int, int]:
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                pass
-    return found
+import psutil
 
 
 def newborn(root: int, nth: int, known: set[int]) -> int:
     while True:
-        tree, found = parents(), []
-        for pid, start in tree.items():
-            parent = start
-            while parent != root and parent in tree:
-                parent = tree[parent]
-            if parent == root and pid not in known:
-                found.append(pid)
+        found = {child.pid for child in psutil.Process(root).children(recursive=True)} - known
         if len(found) >= nth:
             return sorted(found)[nth - 1]
 

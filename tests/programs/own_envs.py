@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import signal
+import stat
 import string
 import subprocess
 import sys
@@ -158,8 +159,8 @@ class Leak(Numbers):
 
 
 def _sockets() -> list[int]:
-    files = [fd for fd in range(3, 30) if os.path.exists(f"/proc/self/fd/{fd}")]
-    return [fd for fd in files if os.readlink(f"/proc/self/fd/{fd}").startswith("socket")]
+    files = [fd for fd in range(3, 30) if os.path.exists(f"/dev/fd/{fd}")]
+    return [fd for fd in files if stat.S_ISSOCK(os.fstat(fd).st_mode)]
 
 
 class Faulty(Numbers):

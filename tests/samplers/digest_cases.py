@@ -111,6 +111,7 @@ class Stateful(Agent):
     """Recurrent, with noise, values and a state for each column: whatever leaks between columns or episodes shows."""
 
     recurrent = True
+    action_space: Any
 
     def seed_columns(self, rngs: Any) -> None:
         self._rngs = list(rngs)
@@ -294,7 +295,8 @@ def digests_of_sampler(case: Case, shape: tuple[int, int]) -> str:
     with SerialSampler(env_fn, batch_T=shape[0], batch_B=shape[1], **options) as sampler:
         sampler.initialize(make_agent(), seed=3, **arguments)
         for itr in range(N_BATCHES):
-            samples, found = sampler.obtain_samples(itr)
+            obtained: Any = sampler.obtain_samples(itr)
+            samples, found = obtained
             each = samples.items() if isinstance(samples, penstock.PolicySamples) else [("", samples)]
             for name, own in each:
                 for path, leaf in own.numpy().leaves():
@@ -327,27 +329,27 @@ def digest_of_vector(case: VectorCase) -> str:
     envs = env_fn if "num_envs" in options else [env_fn] * 4
     with ShmVectorEnv(envs, n_workers=2, **options) as env:
         observation, info = env.reset(seed=5)
-        _update_tree(digest, (observation, info))
+        update_tree(digest, (observation, info))
         env.action_space.seed(1)
         for _ in range(80):
             results = env.step(env.action_space.sample())
-            _update_tree(digest, results)
+            update_tree(digest, results)
             over = np.asarray(results[2]) | np.asarray(results[3])
             if options.get("autoreset_mode") is AutoresetMode.DISABLED and over.any():
-                _update_tree(digest, env.reset(options={"reset_mask": over}))
+                update_tree(digest, env.reset(options={"reset_mask": over}))
     return digest.hexdigest()[:16]
 
 
-def _update_tree(digest: Any, tree: Any) -> None:
+def update_tree(digest: Any, tree: Any) -> None:
     if isinstance(tree, dict):
         for name in sorted(tree):
             digest.update(name.encode())
-            _update_tree(digest, tree[name])
+            update_tree(digest, tree[name])
     elif isinstance(tree, tuple | list):
         for leaf in tree:
-            _update_tree(digest, leaf)
+            update_tree(digest, leaf)
     elif isinstance(tree, np.ndarray) and tree.dtype == object:
-        _update_tree(digest, tree.tolist())
+        update_tree(digest, tree.tolist())
     elif tree is None:
         digest.update(b"None")
     else:

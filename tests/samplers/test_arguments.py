@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pydoc
 from dataclasses import MISSING, fields
 from functools import partial
@@ -39,6 +38,7 @@ from penstock.envs import CountingEnv, EnvFn, ScriptedGame
 from penstock.evaluation import evaluate
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 from penstock.samplers.refusals import NAMES, TABLE, as_table, refuse
+from penstock.workers.affinity import usable_cpus
 
 from .started import check_refused, started
 
@@ -215,14 +215,19 @@ def test_type_checkers_and_run_time_know_the_same_names_and_types() -> None:
 @every
 @pytest.mark.parametrize(
     ("affinity", "message"),
-    [([9999, 9999], "pins worker 0 to CPUs"), (["a", "b"], "must list, for each worker"), (3, "must list, for each")],
+    [
+        pytest.param([9999, 9999], "pins worker 0 to CPUs", marks=pytest.mark.linux("masks of CPUs")),
+        (["a", "b"], "must list, for each worker"),
+        (3, "must list, for each"),
+    ],
 )
 def test_an_affinity_that_cannot_work_is_refused(cls: type[Sampler], affinity: Any, message: str) -> None:
     check_refused(CountingEnv, message, cls=cls, n_workers=2, affinity=affinity)
 
 
+@pytest.mark.filterwarnings("ignore:affinity has no effect:RuntimeWarning")  # where nothing can be pinned
 def test_a_serial_sampler_takes_the_affinity_of_other_samplers() -> None:
-    cpu = sorted(os.sched_getaffinity(0))[0]
+    cpu = min(usable_cpus(), default=0)
     for affinity in ([cpu, cpu], Affinity(cpus=[[cpu]] * 3), Affinity(pin=False)):
         with started(CountingEnv, n_workers=2, affinity=affinity) as sampler:
             assert sampler.stats().workers[0].cpus == ()

@@ -31,6 +31,7 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.workers.control import ControlBlock
 from penstock.workers.monitor import Monitor
 from penstock.workers.plan import PoolOptions
+from penstock.workers.spinning import yield_cpu
 
 from ..models import Constant
 from ..scale import pairs, scaled, some
@@ -216,7 +217,7 @@ class Watched(CountingEnv):
     def step(self, action: Any) -> Any:
         os.write(self.file, self.half)
         for _ in range(20):
-            time.sleep(0)
+            yield_cpu()
         os.write(self.file, self.half)
         return super().step(action)
 

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +24,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.testing import Fault, UnprintableFault
 from penstock.testing.faults import Trigger
 
+from ..children import descriptors
 from ..support import crashing_env, sampler_of, until
 from ..toy_games import TurnGame
 from .started import check_refused, started
@@ -119,19 +119,18 @@ def test_worker_pids_names_no_worker_that_has_ended() -> None:
 
 
 def test_where_warnings_are_errors_close_leaves_nothing_open_either() -> None:
-    def links() -> set[str]:
-        """What is open, less the memory, which is mapped as long as somebody has the samples."""
-        own = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
-        return {os.readlink(link) for link in own if link.is_symlink() and "memfd" not in os.readlink(link)}
+    def is_open() -> set[str]:
+        """Less the memory, which is mapped as long as somebody has the samples."""
+        return {what for what in descriptors().values() if what[0] != "0"}
 
     fns = [CountingEnv] * 3 + [partial(crashing_env, "close", spare_pid=os.getpid())]
     sampler = sampler_of(ParallelSampler, fns)
-    before = links()
+    before = is_open()
     sampler.initialize(RandomAgent())
-    assert links() > before
+    assert is_open() > before
     with pytest.raises(RuntimeWarning, match="while closing"):
         sampler.shutdown()
-    assert links() <= before
+    assert is_open() <= before
     with pytest.raises(SamplerClosedError):
         sampler.obtain_samples(0)
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ from penstock.agents.joint import DelegatingAgent
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.workers.affinity import usable_cpus
 
+from ..children import descriptors
 from ..models import Constant
 from ..scale import START_METHODS, methods
 from ..support import Diary, assert_same, leaves, sampler_of
@@ -65,7 +65,7 @@ class WhereEnv(CountingEnv):
         return observation, float(cpu), *rest
 
 
-@pytest.mark.linux  # it asks for CPUs
+@pytest.mark.linux("masks of CPUs")
 @pytest.mark.slow
 @methods("forkserver")
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
@@ -96,7 +96,7 @@ class Unlimited(WhereEnv):
         import scipy.linalg  # noqa: F401 - it has an OpenBLAS of its own
 
 
-@pytest.mark.linux  # it asks for CPUs
+@pytest.mark.linux("masks of CPUs")
 @pytest.mark.slow
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
@@ -367,8 +367,7 @@ def test_a_sampler_that_is_done_with_is_freed_at_once(is_shut_down: bool, traj_i
     """It is part of no cycle. One that is dropped ends its workers too."""
 
     def memory_files() -> int:
-        entries = Path("/proc/self/fd").iterdir()
-        return sum("memfd" in os.readlink(entry) for entry in entries if entry.is_symlink())
+        return sum(what[0] == "0" for what in descriptors().values())
 
     before = memory_files()
     sampler = sampler_of(ParallelSampler, traj_info_cls=traj_info_cls)

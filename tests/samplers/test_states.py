@@ -145,7 +145,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
         ({"affinity": 0}, "affinity must list, for each worker"),
         ({"rank": "0"}, "rank must be an integer, got .0."),
         ({"rank": 2, "world_size": 2}, r"rank must be in range\(world_size\)"),
-        pytest.param({"affinity": [0, 10_000]}, r"\[10000\] are not among", marks=pytest.mark.linux),
+        pytest.param({"affinity": [0, 10_000]}, r"\[10000\] are not among", marks=pytest.mark.linux("masks of CPUs")),
         ({"traj_info_kwargs": {"gamma": 1}}, r"TrajInfo\(\*\*traj_info_kwargs\) raised TypeError"),
     ],
 )

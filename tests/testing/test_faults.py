@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ BOUND = 20.0  # seconds that a wait may take before the test fails
 
 
 @contextmanager
-def forked(body: Callable[[], object]) -> Iterator[int]:
+def forked(body: Callable[[], object]) -> Iterator[psutil.Process]:
     """A child that runs `body` and then exits with `CONTINUED`; killed and reaped at the end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, from Python 3.12 on
@@ -38,34 +38,24 @@ def forked(body: Callable[[], object]) -> Iterator[int]:
             os._exit(CONTINUED)
         finally:
             os._exit(99)
+    child = psutil.Process(pid)
     try:
-        yield pid
+        yield child
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def exit_code(pid: int) -> int:
-    """A child's exit code, or minus its signal. The child is not reaped."""
-    descriptor = os.pidfd_open(pid)
-    try:
-        assert select.select([descriptor], [], [], BOUND)[0], "the child has not exited"
-    finally:
-        os.close(descriptor)
-    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert status is not None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        with suppress(psutil.NoSuchProcess):  # it has ended, and its exit code is known
+            child.kill()
+        child.wait()
 
 
 def exit_code_of(body: Callable[[], object]) -> int:
     """The exit code of a child that runs `body`, or minus its signal."""
-    with forked(body) as pid:
-        return exit_code(pid)
+    with forked(body) as child:
+        return int(child.wait(BOUND))
 
 
 @contextmanager
-def beating(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
-    """A child with the fault, whose other thread goes on to write: pid, and whether it writes within some seconds."""
+def beating(fault: Fault) -> Iterator[tuple[psutil.Process, Callable[[float], bool]]]:
+    """A child with the fault, whose other thread goes on to write; and whether it writes within some seconds."""
     read, write = os.pipe()
 
     def beat() -> None:
@@ -81,8 +71,8 @@ def beating(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
         return bool(select.select([read], [], [], seconds)[0] and os.read(read, 2**16))
 
     try:
-        with forked(body) as pid:
-            yield pid, beats
+        with forked(body) as child:
+            yield child, beats
     finally:
         os.close(read)
         os.close(write)
@@ -171,30 +161,30 @@ def test_delay_continues_after_its_time() -> None:
 
 
 def test_hang_does_not_stop_other_threads() -> None:
-    with beating(Fault("hang")) as (pid, beats):
+    with beating(Fault("hang")) as (child, beats):
         assert all(beats(BOUND) for _ in range(20))
-        until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, seconds=BOUND)
-        assert psutil.Process(pid).cpu_times().user < 1
+        until(lambda: child.status() == psutil.STATUS_SLEEPING, seconds=BOUND)
+        assert child.cpu_times().user < 1
 
 
 def test_spin_uses_cpu_time() -> None:
-    with beating(Fault("spin")) as (pid, beats):
-        until(lambda: psutil.Process(pid).cpu_times().user >= 0.05, seconds=BOUND)
+    with beating(Fault("spin")) as (child, beats):
+        until(lambda: child.cpu_times().user >= 0.05, seconds=BOUND)
         assert beats(BOUND), "other threads get the interpreter lock"
 
 
 def test_hold_the_gil_stops_all_threads() -> None:
-    with beating(Fault("hold the gil")) as (pid, beats):
+    with beating(Fault("hold the gil")) as (child, beats):
         until(lambda: not beats(0.3), seconds=BOUND)
-        assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+        assert child.status() == psutil.STATUS_SLEEPING
         assert not beats(0.1)
 
 
 def test_stop_lasts_until_sigcont() -> None:
-    with forked(Fault("stop").fire) as pid:
-        assert os.waitpid(pid, os.WUNTRACED)[1] == (signal.SIGSTOP << 8) | 0x7F
-        os.kill(pid, signal.SIGCONT)
-        assert exit_code(pid) == CONTINUED
+    with forked(Fault("stop").fire) as child:
+        assert os.waitpid(child.pid, os.WUNTRACED)[1] == (signal.SIGSTOP << 8) | 0x7F
+        child.resume()
+        assert child.wait(BOUND) == CONTINUED
 
 
 # ---- when ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from penstock.tools.doctor import describe_machine
 from ..scale import FULL
 from ..starter import run
 
-of_linux = partial(pytest.param, marks=pytest.mark.linux)
+
+def of_linux(reason: str, *values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.linux(reason))
 
 
 def refuse(*_: Any) -> Any:
@@ -38,7 +39,9 @@ def refuse_folder() -> Any:
     [
         ("_torch", "find_spec", lambda _: None, "torch is not installed.*pip install torch"),
         ("_cpus", "usable_cpus", lambda: (3,), "may use 1 of 64 CPUs.*SerialSampler"),
-        of_linux("_quota", "cpu_quota", lambda: 0.5, "may use the time of 0.5 CPUs, less than .* a sampler starts"),
+        of_linux(
+            "cgroups", "_quota", "cpu_quota", lambda: 0.5, "may use the time of 0.5 CPUs, less than .* a sampler starts"
+        ),
         ("_quota", "cpu_quota", lambda: len(doctor.usable_cpus()), "^$"),
         ("_interpreter", "is_free_threaded", lambda: True, "is free-threaded. penstock has not been tried there"),
         ("_interpreter", "is_free_threaded", lambda: False, "^$"),
@@ -48,9 +51,11 @@ def refuse_folder() -> Any:
         ("_descriptors", "resource.getrlimit", lambda _: (256, 4096), "^$"),
         ("_descriptors", "resource.getrlimit", lambda _: (256, -1), "^$"),
         ("_load", "os.getloadavg", lambda: (999.0, 0, 0), "999.0 processes ran"),
-        of_linux("_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),
-        of_linux("_pinning", "os.sched_setaffinity", refuse, "cannot be pinned to CPUs here: not here"),
-        of_linux("_pinning", "CpuClaims.assign", lambda *_: [()], "other runs have claimed so many"),
+        of_linux("memfd_create", "_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),
+        of_linux(
+            "masks of CPUs", "_pinning", "os.sched_setaffinity", refuse, "cannot be pinned to CPUs here: not here"
+        ),
+        of_linux("masks of CPUs", "_pinning", "CpuClaims.assign", lambda *_: [()], "other runs have claimed so many"),
         ("_pinning", "usable_cpus", lambda: (), "no worker is pinned to a CPU: this system"),
     ],
 )
@@ -61,7 +66,7 @@ def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: 
     assert re.search(message, found), found
 
 
-@pytest.mark.linux
+@pytest.mark.linux("eventfd")
 def test_what_the_system_refuses_is_named_beside_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "eventfd", refuse, raising=False)
     assert describe_machine()["wake-ups"] == "pipe (not here)"

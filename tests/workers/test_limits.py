@@ -126,7 +126,7 @@ def test_as_many_processes_as_cpus_and_quota_allow(quota: float, n: int, monkeyp
 CGROUP = Path("/sys/fs/cgroup/cpu")
 
 
-@pytest.mark.linux
+@pytest.mark.linux("cgroups")
 @pytest.mark.skipif(not os.access(CGROUP / "tasks", os.W_OK), reason="needs root and version 1 of cgroups")
 def test_a_real_quota() -> None:
     folder = CGROUP / f"penstock-test-{os.getpid()}"

@@ -343,7 +343,7 @@ os._exit(worker.exitcode)
     gone_after([tracker], time.monotonic(), LEFT_SECONDS)
 
 
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux's")
+@pytest.mark.linux("prlimit of another process, and a pidfd")
 @pytest.mark.slow
 def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) -> None:
     """The others go on."""
