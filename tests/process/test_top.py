@@ -74,7 +74,7 @@ def frames(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[
     return runs
 
 
-@pytest.mark.linux
+@pytest.mark.linux("--stacks")
 @pytest.mark.parametrize(
     "call", ["stick(ParallelSampler)", "stick(AsyncSampler)", 'stick(GpuSampler, server="process")', "stick_vector()"]
 )
@@ -130,7 +130,7 @@ def test_of_a_run_that_was_killed_the_last_state_stays(tmp_path: Path, victim: s
         assert "NO PROGRESS" not in shown
 
 
-@pytest.mark.linux
+@pytest.mark.linux("what only the kernel protects; elsewhere a file does")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_other_users_see_nothing_and_nothing_is_on_the_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Script(tmp_path, f"{IDLE}\nidle()") as script:
@@ -170,7 +170,7 @@ def test_several_runs_of_a_process_and_how_they_end(tmp_path: Path, capsys: pyte
         until(lambda: "ITS PROCESS HAS ENDED" in top.frame(runs.look()), "its end is shown")
 
 
-@pytest.mark.linux
+@pytest.mark.linux("--stacks")
 def test_a_pool_inside_of_a_worker_is_a_run_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = f"""{STUCK}
 class Outer(CountingEnv):
@@ -191,7 +191,7 @@ with ShmVectorEnv([Outer]) as envs:
         assert "in stick_vector" in capsys.readouterr().out
 
 
-@pytest.mark.linux
+@pytest.mark.linux("--stacks")
 def test_a_process_without_a_handler_is_not_asked_for_its_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
