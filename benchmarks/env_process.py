@@ -80,7 +80,7 @@ def main() -> None:
         rounds = [[round_of(*way, n) for way in ways] for _ in range(options.rounds)]
         own.close(), other.close()
         ratios = [ours[0] / theirs[0] for ours, theirs in rounds]
-        low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         walls, cpus = ([statistics.median(each[k][i] for each in rounds) for k in (0, 1)] for i in (0, 1))
         figures[name] = {"ratio": ratio, "low": low, "high": high, "wall": walls, "cpu": cpus}
         columns = [f"{wall:6.0f} ({cpu:5.0f})" for wall, cpu in zip(walls, cpus, strict=True)]
