@@ -461,9 +461,9 @@ class Sampler(ABC):
     ) -> Path:
         """Write what the workers and this process have done lately into a file, and return its path. Open it at
         https://ui.perfetto.dev: it shows which worker was slow, what it waited for, and what hangs. Nothing has to be
-        switched on before. The file has the last 512 batches. It has the time steps of fewer batches if `batch_T` is
-        large: of the last 31 with `batch_T=128`. docs/see.md explains it. Call it at any time after `initialize`, also
-        after a failure, after `shutdown`, and from another thread while a call hangs.
+        switched on before. The file has the last 512 batches. If `batch_T` is large, it has the time steps of fewer: of
+        the last 31 with `batch_T=128`. docs/see.md explains it. Call it at any time after `initialize`, also after a
+        failure, after `shutdown`, and from another thread while a call hangs.
 
         `profile` is a `torch.profiler.profile` that was stopped, or the file that it has exported: its events are
         beside the others, on the same clock.
