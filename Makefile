@@ -34,8 +34,8 @@ test: $(TESTABLE)
 	$(BIN)/$(PYTEST) -n 4 -m "not site and not gpu"
 	@echo "make test took $(SECONDS_SO_FAR) s."
 
-# The same with the code that macOS runs (src/penstock/system.py), in a Python from which all that only Linux has was taken.
-# To try some: make portable PORTABLE_TESTS="tests/workers tests/games"
+# The same tests with the code that macOS runs (src/penstock/system.py), in a Python without what only Linux has.
+# To run a part of them: make portable PORTABLE_TESTS="tests/workers tests/games"
 PORTABLE_TESTS ?=
 portable: $(TESTABLE)
 	PENSTOCK_PORTABLE=1 PYTHONPATH=$(CURDIR)/tests/without_linux $(BIN)/$(PYTEST) -n 4 -m "not site and not gpu" $(PORTABLE_TESTS)

@@ -38,7 +38,7 @@ SPANS = {
     "acting": "#D55E00",
     "stepping": "#56B4E9",
 }
-ZOOM_ROWS = 24  # spans in the timeline's last panel: acting and stepping of 12 time steps
+ZOOM_SPANS = 24  # in the timeline's last panel: acting and stepping of 12 time steps
 GREY = "#808080"  # can be read on white and on black: the pictures have no background
 STYLE = {
     "font.size": 12,
@@ -114,7 +114,7 @@ def plot_timeline(run_dir: Path) -> None:
     training = max((s for s in spans if s[2] == "training"), key=lambda span: span[3])
     batches = sorted(s for s in spans if s[1:3] == ("batch", name.removeprefix("wait for ")))
     rows = [[s for s in spans if s[:2] == (b[0], "row") and b[3] <= s[3] < b[4]] for b in batches]
-    ends = training[4] - origin, last[4] - origin, min(sorted(own)[:ZOOM_ROWS][-1][4] for own in rows) - origin
+    ends = training[4] - origin, last[4] - origin, min(sorted(own)[:ZOOM_SPANS][-1][4] for own in rows) - origin
     figure, panels = plt.subplots(3, 1, figsize=(5.4, 4.2 + 1.1 * len(rows)), layout="constrained")
     for axes, end in zip(panels, ends, strict=True):
         lanes = [[("sampling", *last[3:]), ("training", *training[3:])]]

@@ -144,7 +144,7 @@ static void kill_group(int Py_UNUSED(number)) { kill(getpgrp() == getpid() ? 0 :
 
 static int life_line = -1;
 
-/* The kernel sends SIGIO when anything happens to the pipe. At its end, nobody has the other side any more. */
+/* The kernel sends SIGIO when anything happens to the pipe. `read` returns 0 when no process has its other end. */
 static void look_at_life_line(int number) {
     int kept = errno;
     char byte;
@@ -154,7 +154,7 @@ static void look_at_life_line(int number) {
     errno = kept;
 }
 
-/* The argument is the reading end of a pipe whose other end the parent alone has, or -1: the kernel says it (Linux). */
+/* The argument: the reading end of a pipe whose other end only the parent has. -1 on Linux: there, a signal says it. */
 static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t reader;
     if (!check_arguments(n, 1) || !read_index(arguments[0], &reader)) {

@@ -61,7 +61,7 @@ class NamedMemory:
     """
 
     _descriptor: InheritedFd | None = None  #: of the shared memory or the file
-    _access = mmap.ACCESS_DEFAULT
+    _access = mmap.ACCESS_DEFAULT  #: of the mapping; another process may map it for reading only
 
     def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = BATCH_REMEDY) -> None:
         """An error says that `purpose` needs the memory, and what to do: `remedy`."""

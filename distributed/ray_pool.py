@@ -428,20 +428,20 @@ class ShardPool:
         found = [tracing.read(self._memory.control.memory.arrays, about, is_over=self._have_ended)]
         for shard in [] if self._have_ended else self._started:
             try:
-                waits = [self._ask_clock(shard) for _ in range(_CLOCK_LOOKS)]
+                looks = [self._ask_clock(shard) for _ in range(_CLOCK_LOOKS)]
                 parts = ray.get(shard.ask("recorded"), timeout=_CLOSE_SECONDS)
             except ray_errors.RayError as error:
                 _log.warning("%s is not in the trace: %s", shard, error)
                 continue
-            within, shift = min(waits)
+            within, shift = min(looks)
             for part in parts:
                 facts = {"kind": f"{shard}: {part.about['kind']}", "clock_within_us": within / 1000}
                 found.append(replace(part, shift=shift, about={**part.about, **facts}))
         return found
 
     def _ask_clock(self, shard: Shard) -> tuple[int, int]:
-        """How exact the answer is, and what must be added to times of the shard, in nanoseconds: it has looked at its
-        clock in the middle of the question."""
+        """The largest error, and what to add to times of the shard, in nanoseconds. It assumes that the shard has read
+        its clock halfway between the question and the answer."""
         began = time.monotonic_ns()
         theirs: int = ray.get(shard.ask("clock"), timeout=_CLOSE_SECONDS)
         half = (time.monotonic_ns() - began) // 2

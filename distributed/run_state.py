@@ -1,4 +1,4 @@
-"""A run at one moment, and the file of JSON lines that its figures may go to."""
+"""The state of a run at one moment, and the file of JSON lines that its figures may go to."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class RunState:
 
 
 def to_file(path: str | Path) -> Callable[[RunState], None]:
-    """A function that appends one line of JSON to the file each time:
+    """Returns a function that appends one line of JSON to the file at each call:
     `{"version": 3, "seconds": 1.5, "workers": {"trainer/0": {...}, ...}}`. A figure that is not finite is null. While
     the disk is full, lines are missing, and one warning says so; the next line that fits may come after a part of one.
 
-    It raises `ConfigError` if the path is a link, or a file of another user, who could have planted it there.
+    The function raises `ConfigError` if the path is a link, or a file of another user, who could have planted it there.
     """
     has_warned = False
 

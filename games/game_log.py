@@ -55,7 +55,7 @@ class GameLog:
         if status.st_blocks * 512 <= 2 * _KEPT or status.st_size <= _KEPT:
             return
         if not system.punch(fd, status.st_size - _KEPT):
-            kept = self.end(1 << 16).encode()  # there are no holes here: what comes meanwhile may be lost
+            kept = self.end(1 << 16).encode()  # no holes here: output that comes meanwhile may be lost
             os.truncate(fd, 0)
             os.write(fd, kept)
 

@@ -100,7 +100,7 @@ class Run:
         # Of agents that have parameters.
         self._unpublished = {name: UnpublishedChanges(agent, shared) for (name, agent), shared in pairs if shared.names}
         self._warned_of_late_rewards = False
-        note = weakref.WeakMethod(self.memory.control.note_event)  # the parameters must not keep the memory
+        note = weakref.WeakMethod(self.memory.control.note_event)  # the parameters must not keep the memory alive
         for shared in self.memory.parameters:
             shared.on_published = lambda began, version: (event := note()) and event(PUBLISHED, began, version)
 

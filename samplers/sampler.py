@@ -460,10 +460,10 @@ class Sampler(ABC):
         self, path: str | os.PathLike[str], *, profile: torch.profiler.profile | str | os.PathLike[str] | None = None
     ) -> Path:
         """Write what the workers and this process have done lately into a file, and return its path. Open it at
-        https://ui.perfetto.dev: it shows who was slow, who waited for whom, and what hangs. Nothing has to be switched
-        on before. It has the last 512 batches, with each row of the last 31 (`batch_T=128`) to 512 of them. docs/see.md
-        explains it. Call it at any time after `initialize`: after a failure, after `shutdown`, and from another thread
-        while a call hangs.
+        https://ui.perfetto.dev: it shows which worker was slow, what it waited for, and what hangs. Nothing has to be
+        switched on before. The file has the last 512 batches. If `batch_T` is large, it has the time steps of fewer: of
+        the last 31 with `batch_T=128`. docs/see.md explains it. Call it at any time after `initialize`, also after a
+        failure, after `shutdown`, and from another thread while a call hangs.
 
         `profile` is a `torch.profiler.profile` that was stopped, or the file that it has exported: its events are
         beside the others, on the same clock.
@@ -493,9 +493,10 @@ class Sampler(ABC):
 
     def mark(self, name: str) -> AbstractContextManager[None]:
         """A span of the trace: `with sampler.mark("update"): ...`. Marks may be nested, and any thread may make them.
-        The first 63 names of at most 32 bytes are kept.
+        The first 63 names are kept, each cut to 32 bytes; later ones are shown as "other marks".
 
-        Raises `SamplerStateError` before `initialize` and after `shutdown`, and after a failure its error.
+        Raises `ConfigError` in the `with` statement if `name` is no text or is empty; `SamplerStateError` before
+        `initialize` and after `shutdown`; after a failure its error.
         """
         from penstock.workers import tracing
 

@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
         if (linux := item.get_closest_marker("linux")) is not None:
-            assert linux.args, f"{item.nodeid}: the mark `linux` needs a reason"
+            assert any(linux.args), f"{item.nodeid}: the mark `linux` needs a reason"
             item.add_marker(pytest.mark.skipif(PORTABLE, reason=f"Linux: {linux.args[0]}"))
         test = item.nodeid.partition("[")[0]
         if _has_other_start_method(item) or seen[test] == QUICK_CASES:
@@ -185,7 +185,7 @@ def _read(path: str) -> bytes:
 
 
 def _descriptors() -> set[str]:
-    """Pipes, memory, and what wakes or watches a process. multiprocessing keeps some memory for its next arrays."""
+    """Pipes, memory, and what wakes or watches a process, without the memory that multiprocessing keeps for later."""
     heap = sys.modules.get("multiprocessing.heap")
     kept = {f"0 {os.fstat(arena.fd).st_ino}" for arena in heap.BufferWrapper._heap._arenas} if heap else ()
     return {f"{fd}={what}" for fd, what in descriptors().items() if what[0] in "p0?" and what not in kept}

@@ -1,11 +1,11 @@
 """Runs scripts in forks of one process that has imported torch and penstock.
 
-A script that collects one batch with a `ParallelSampler` takes 7.6 s of CPU time in a new interpreter, since its
-supervisor imports torch too, and 1.4 s from start to end in such a fork (median of 8, alternately, two busy CPUs). On
-these CPUs, 64 tests of `tests/process` and `tests/examples` took 4 minutes with forks, and more than 15 without.
+A script that collects one batch with a `ParallelSampler` takes 7.6 s of CPU time in a new interpreter: its supervisor
+imports torch too. In such a fork, it takes 1.4 s from start to end (median of 8, alternately, two busy CPUs). On these
+CPUs, 64 tests of `tests/process` and `tests/examples` took 4 minutes with forks, and more than 15 without.
 
 A script runs as the main module, at the top level. A `Program` is a child of the process that makes the forks, which
-tells how it has ended. By default, it ends as a Python program does, and its supervisor is a new interpreter.
+says how it has ended. By default, it ends as a Python program does, and its supervisor is a new interpreter.
 `skips_teardown` and `forks_supervisor` change that, and `run` uses both. A test that is about imports, options of the
 interpreter or the start of a supervisor needs a new interpreter: it uses `subprocess.Popen`.
 """

@@ -134,7 +134,7 @@ def _pinning() -> Iterator[str]:
     try:
         n = cpus_to_fill(cpus)
         if not cpus:
-            yield "no worker is pinned to a CPU: this system (macOS, for example) cannot do this."
+            yield "no worker is pinned to a CPU: this system cannot pin a process."
         elif not any(claims.assign(Affinity(), n, cpus)):
             yield (
                 f"other runs have claimed so many of these {len(cpus)} CPUs that fewer than {n} are left: a sampler "

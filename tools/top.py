@@ -1,6 +1,6 @@
 """`penstock top`: what the workers of running samplers and vector environments do, seen from another process.
 
-It reads the control blocks that workers/about.py lets it find. What it reads may be half-written, or may be left of a
+It reads the control blocks that workers/about.py lets it find. What it reads may be half-written, or written by a
 worker that has crashed.
 """
 

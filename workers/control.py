@@ -86,8 +86,8 @@ N_KEPT, N_RESETS, N_EVENTS, N_NAMES = 512, 256, 1024, 64
 # A record is a copy of the worker's row at barrier_out, except for these two words: when the worker came to barrier_in,
 # and when it saw the opening.
 CAME, SAW = PHASE, T
-# The words of an opening. ASKED, DONE: when the main process began and ended its wait for it; DONE is older while it
-# waits. TOGETHER: each worker counts this opening by the same number.
+# The words of an opening. ASKED, DONE: when the main process began and ended its wait for it; while it waits, DONE
+# is older. TOGETHER: each worker counts this opening by the same number.
 NUMBER, ITR, KIND, NEWEST, OPENED, ASKED, DONE, TOGETHER = range(8)
 PUBLISHED, MARKED, RESTARTED = 1, 2, 3  # the kinds of events; 0: none
 _ROW_BYTES = 1 << 16  # of each worker's stamps
@@ -148,7 +148,7 @@ class Progress:
         self._row, (self._n_rows, self._row_words) = 0, self._timeline.shape
         self._all_stamps: Any = memoryview(self._timeline.reshape(-1))
         self._stamps: Any = self._all_stamps[: self._row_words]
-        # Times acting are the sum of the stamps with these signs.
+        # The time acting is the sum of all stamps times these signs.
         self._signs = np.resize([-1, 1], self._row_words)
         self._signs[-1] = 0
         self._records: Any = memoryview(control.memory.arrays.records[worker_rank].reshape(-1))
@@ -238,7 +238,7 @@ class Progress:
             self.note_long_reset(began_ns, took)
 
     def note_long_reset(self, began_ns: int, took_ns: int) -> None:
-        """Keep a reset of the environment in use for the trace."""
+        """Keep, for traces, a reset of the environment in use."""
         env_rank, t = self.words[ENV_RANK] & (1 << WHO_BITS) - 1, self.words[T]
         self._resets[self._next_reset] = env_rank, t, began_ns, began_ns + took_ns
         self._next_reset = (self._next_reset + 1) % N_RESETS
@@ -477,7 +477,7 @@ class ControlBlock:
         return asleep
 
     def note_opening(self, command: Command, now: int, n_ranks: int) -> None:
-        """Main process: at this time, it has let so many workers run `command`."""
+        """Main process: at time `now`, it has opened the gates of `n_ranks` workers for `command`."""
         self.n_openings = opening = self.n_openings + 1
         if n_ranks != self._n_ranks:  # the first opening is for all
             self._n_ranks, self._is_together = n_ranks, opening == 1
@@ -497,7 +497,7 @@ class ControlBlock:
         return is_first
 
     def note_served(self, began_ns: int, ended_ns: int, n_envs: int, version: int) -> None:
-        """Inference server: it has acted for so many environments."""
+        """Inference server: it has acted for `n_envs` environments, or computed values if this is 0."""
         _ENTRY.pack_into(self._served, next(self._n_served) % N_EVENTS * 32, began_ns, ended_ns, n_envs, version)
 
     def note_event(self, kind: int, began_ns: int, value: int) -> None:

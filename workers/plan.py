@@ -77,9 +77,9 @@ class PoolOptions:
     preload: Sequence[str] = ()  #: modules that the supervisor imports once, so that workers start faster
     keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command
     has_death_logger: bool = False  #: a thread looks for failures while the main process does not wait
-    kind: str = ""  #: the class that the user has made, and its `batch_T`, 0 without batches: for traces and `top`
-    batch_T: int = 0
-    crash_dir: str | os.PathLike[str] | None = None  #: a folder for a trace of each failure
+    kind: str = ""  #: the name of the class that the user has made, for traces and `top`
+    batch_T: int = 0  #: of a sampler; 0 without batches
+    crash_dir: str | os.PathLike[str] | None = None  #: a folder for traces of the first failures
     #: For the status of a worker that has failed: what its failure can be repeated from. It has a text `advice`.
     episode_of: Callable[[Any], Any] | None = None
 

@@ -437,7 +437,7 @@ class WorkerPool:
         return [tracing.read(self.control.memory.arrays, about, is_over=self._have_ended)]
 
     def _trace_failure(self, folder: str | os.PathLike[str]) -> None:
-        """Write a trace of a failure, one of the first 20."""
+        """Write a trace of a failure, if it is one of the first `_MOST_TRACES`."""
         from penstock.workers import tracing
 
         self._n_traced += 1

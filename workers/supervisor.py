@@ -9,8 +9,8 @@ its end, the supervisor kills the worker's group. So a start that is interrupted
   a subreaper, so orphans become its children, those in sessions of their own too.
 - If the supervisor ends, the kernel ends the workers. The main process reads the end of the control sockets.
 
-Where the system has neither subreapers nor PDEATHSIG (system.py), workers read the end of a pipe that the supervisor
-has, and what is left is found by an environment variable.
+Where the system has neither subreapers nor PDEATHSIG (system.py), each worker has a pipe that ends with the supervisor.
+There, the supervisor finds by an environment variable what its workers have started.
 
 Only the supervisor can free the process id of a worker, so an id that it signals never belongs to a stranger.
 """
@@ -201,7 +201,7 @@ class SupervisedProcess:
         descriptors. Any exception leaves no process.
         """
         try:
-            with contextlib.ExitStack() as sent:  # macOS may drop what is closed before it has arrived
+            with contextlib.ExitStack() as sent:  # macOS may drop a descriptor that is closed before it arrives
                 self._request(supervisor, sent)
                 began = time.monotonic()
                 while (answer := self._receive(_CHECK_SECONDS)) is None:

@@ -41,7 +41,7 @@ _MOST_PIDS = 1 << 22  # what Linux allows
 _WARM_UP = 20  # batches before the first that may be slow
 
 Span = tuple[int, str, str, int, int, Mapping[str, Any] | None]  # track, name, category, begin, end, arguments
-Point = tuple[str, int, str, int, int]  # phase, track, name, time, number of the flow
+Point = tuple[str, int, str, int, int]  # of an arrow, or a moment: phase, track, name, time, arrow's number
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _with_own_pids(recorded: Sequence[Recorded]) -> list[Recorded]:
 
 
 def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
-    """Write a trace because of `why`, beside what the user has asked for: if it fails, that goes on."""
+    """Write a trace and log `why`. If this fails, it only warns: the call of the user goes on."""
     try:
         _log.warning("%s: a trace is in %s", why, write(path, recorded()))
     except Exception as error:

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-# mypy does not follow this form, so it checks the rest for each system. See system.py.
+# mypy does not follow `in` here, so it checks the rest for each system. system.py has all other tests of the system.
 if sys.platform in ("win32", "cygwin"):
     raise ImportError(
         "penstock needs Linux or macOS. On Windows, use it in WSL 2. The page docs/install.md says why, under Systems"

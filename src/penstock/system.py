@@ -1,4 +1,5 @@
-"""What Linux has and another POSIX system may lack, in one place. No other module asks which system this is.
+"""What Linux has and another POSIX system may lack, in one place. Only the package's `__init__` also asks which system
+this is, to refuse Windows.
 
 Each function has a twin for macOS beside what Linux does. `PENSTOCK_PORTABLE=1` selects the twins on Linux too, so that
 Linux runs and tests the code that macOS runs. So no twin uses what only macOS has, and none reads /proc.
@@ -28,7 +29,7 @@ from typing import Any
 
 #: Whether the twins are in use. Below, `sys.platform` stands beside it, since mypy understands that.
 PORTABLE = sys.platform != "linux" or os.environ.get("PENSTOCK_PORTABLE") == "1"
-#: Why no worker should be a fork. Not with PENSTOCK_PORTABLE: to start new interpreters, the tests take twice as long.
+#: Why no worker should be a fork, or empty. Empty on Linux, so that the tests with PENSTOCK_PORTABLE take half as long.
 WHY_NO_FORK = "Apple's Accelerate may crash in a fork (CPython issue 33725)" if sys.platform == "darwin" else ""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,7 +63,7 @@ def anonymous_file(name: str) -> int:
 
 
 def anonymous_memory(name: str) -> int:
-    """An empty file without a path that is mapped after `reserve` has given it its size, and used in no other way."""
+    """An empty file without a path. `reserve` gives it its size, and then it is mapped: macOS allows no other use."""
     if not PORTABLE:
         return anonymous_file(name)
     shm, path = importlib.import_module("_posixshmem"), f"/{name}-{secrets.token_hex(8)}"
@@ -87,7 +88,7 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def make_private(buffer: mmap.mmap, nbytes: int, fd: int) -> None:
-    """Put private memory in the place of the shared mapping of the file `fd`: others do not see what is written.
+    """Put private memory in the place of the shared mapping of the file `fd`: no other process sees what is written.
 
     Linux copies no page before it is written. The twin copies all. What is larger than 16 MiB becomes read-only there.
     """
@@ -134,6 +135,7 @@ def umask() -> int:
             for line in status:
                 if line.startswith("Umask:"):
                     return int(line.split()[1], 8)
+    # A new file shows it.
     path = os.path.join(tempfile.gettempdir(), f"penstock-{secrets.token_hex(8)}")
     fd = os.open(path, os.O_CREAT | os.O_EXCL, 0o777)
     os.unlink(path)
@@ -144,8 +146,8 @@ def umask() -> int:
 
 
 def allow_files(needed: int) -> float:
-    """Let this process open so many files, or as many as its hard limit allows. Returns the soft limit, which is 256 on
-    macOS at first; inf: there is none."""
+    """Let this process open so many files, or as many as its hard limit allows. Returns the soft limit, inf if there is
+    none. On macOS it is 256 at first."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
     if (wanted := min(needed, hard)) > soft:
@@ -259,10 +261,10 @@ def name_process(name: bytes) -> None:
 
 
 def end_with_parent(ends: bool) -> None:
-    """Whether the kernel kills this process when its parent ends. A worker of the twin has a `life_line` instead."""
+    """Set whether the kernel kills this process when its parent ends. Workers of the twin have a `life_line` instead."""
     if sys.platform == "linux" and not PORTABLE:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if ends else 0)
-    else:  # what END_WITH_PARENT has begun is over
+    else:  # stop the timer of END_WITH_PARENT
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
@@ -279,8 +281,8 @@ END_WITH_PARENT = (
 
 
 def life_line() -> list[int]:
-    """The ends of a pipe: a worker reads from the first. The supervisor keeps the other one, so its end is the end of
-    both. Linux needs none."""
+    """The two ends of a pipe. A worker reads from the first. Only the supervisor has the second, so the worker reads the
+    end of the file when the supervisor has ended. Empty on Linux, which needs none."""
     return list(os.pipe()) if PORTABLE else []
 
 
@@ -325,13 +327,13 @@ def kill_children(main: int) -> None:
 
 
 def pool_variables(main: int, mark: Callable[[], str]) -> dict[str, str]:
-    """Environment variables of a supervisor of process `main`: by the first, it finds what its workers have started; by
-    `mark()`, whoever ends what `main` leaves finds the supervisor and its forks. Linux needs none."""
+    """Environment variables for a supervisor of process `main`. By the first, the supervisor finds what its workers have
+    started. By `mark()`, the shell of marking.py finds the supervisor and its forks. Empty on Linux, which needs none."""
     return {f"{_POOL}{main}_{secrets.token_hex(8)}": "1", mark(): "1"} if PORTABLE else {}
 
 
 def kept_variables() -> set[str]:
-    """The variables that a worker has of its supervisors: it keeps them."""
+    """The variables of its supervisors, which a worker must keep."""
     return {name for name in os.environ if name.startswith(_POOL)} if PORTABLE else set()
 
 
@@ -467,8 +469,8 @@ def ephemeral_ports() -> tuple[int, int]:
 
 
 def users_of(port: int, protocol: str, members: Callable[[], Iterable[int]]) -> list[tuple[int | None, str]]:
-    """Process id and state of each socket at this port. The twin sees those of `members` alone: to see others, a process
-    of macOS needs to be root's."""
+    """Process id and state of each socket at this port. The twin sees those of the processes `members()` alone: on
+    macOS, only root sees others."""
     import psutil
 
     found: list[tuple[int | None, Any]] = []
@@ -508,7 +510,7 @@ def set_cpu_mask(cpus: Iterable[int]) -> None:
 
 
 def means() -> dict[str, str]:
-    """What is in use here, with the reason if it is not the best."""
+    """What is in use on this system, by purpose, with the reason if it is not the best."""
     if sys.platform == "linux" and not PORTABLE:
         return {
             "shared memory": _which(lambda: os.memfd_create("penstock"), "anonymous (memfd)", "a temporary file"),

@@ -1,4 +1,4 @@
-"""system.py: what the twins must bear that Linux does not do."""
+"""system.py: what macOS does and Linux does not, which the twins must handle."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ signal.pause()
 def test_nothing_is_left_of_workers_whose_c_code_holds_the_interpreter_lock(
     tmp_path: Path, method: str, victim: str
 ) -> None:
-    """Nor of their programs, one of which is in a session of its own: that of a killed supervisor ends with the main
+    """Nor of their programs, also one in another session. If the supervisor is killed, that one ends with the main
     process."""
     for trial in range(N_TRIALS):
         with Script(tmp_path, f"import psutil\n{HOLDING}", new=True, method=method) as script:

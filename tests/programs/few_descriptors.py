@@ -13,11 +13,11 @@ given = json.loads(sys.argv[1])
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 REFUSED = r"3 workers need about (\d+) file descriptors and this process may open only (\d+) more: .*ulimit -n.*"
 
-allow_files, system.allow_files = system.allow_files, lambda needed: allow_files(0)
+allow_files, system.allow_files = system.allow_files, lambda needed: allow_files(0)  # nothing raises the soft limit
 
 
 def attempt(limit: int) -> str:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))  # not the hard limit, which stays low
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))  # the hard limit could not be raised again
     sizes: dict[str, Any] = {"batch_T": 5, "batch_B": 3, "n_workers": 3}
     try:
         with ParallelSampler(CountingEnv, start_method=given["start_method"], **sizes) as sampler:

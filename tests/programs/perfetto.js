@@ -41,7 +41,7 @@ Object.assign(globalThis, {
     send() { this.response = new Uint8Array(fs.readFileSync(path.join(folder, this.name))).buffer; }
   },
 });
-delete globalThis.process; // it would look as in node
+delete globalThis.process; // otherwise the engine behaves as in node
 console.log = () => {};
 vm.runInThisContext(fs.readFileSync(path.join(folder, "engine_bundle.js"), "utf8"));
 

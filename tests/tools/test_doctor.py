@@ -79,7 +79,7 @@ def test_on_a_system_other_than_linux_no_finding_names_what_only_linux_has(monke
     advice = " ".join(
         line for look in (doctor._cpus, doctor._quota, doctor._pinning, doctor._shared_memory) for line in look()
     )
-    assert advice == "no worker is pinned to a CPU: this system (macOS, for example) cannot do this."
+    assert advice == "no worker is pinned to a CPU: this system cannot pin a process."
 
 
 @pytest.mark.parametrize("part", ["native", "spinning", "distributions", "stepping"])

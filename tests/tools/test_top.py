@@ -26,7 +26,7 @@ from ..scale import scaled
 
 PLANS = [WorkerPlan(worker_rank=i, columns=range(2 * i, 2 * i + 2), env_ranks=range(2 * i, 2 * i + 2)) for i in (0, 1)]
 
-pytestmark = pytest.mark.linux("")
+pytestmark = pytest.mark.linux("the files that a process has open, in /proc")
 
 
 @contextmanager
