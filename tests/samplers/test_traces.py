@@ -39,6 +39,8 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.learning import Replay
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
+from penstock.workers import control as c
+from penstock.workers import pool
 
 from ..models import Net
 from ..scale import some
@@ -292,6 +294,49 @@ def test_a_failure_writes_a_trace_beside_its_episode(tmp_path: Path, caplog: pyt
         assert str(path) in caplog.text
         assert list(folder.glob("*.episode"))
         assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["serial", "parallel"])
+def test_a_trace_that_cannot_be_made_changes_no_error(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A crash of C code may write anything into the memory that is shared."""
+    options = {"seed_episodes": True, "crash_dir": tmp_path}
+    with started(kind, 1, failing(kind, at=5), **options) as sampler:
+        sampler.run.memory.control.memory.arrays.events[:] = c.MARKED, 1, 2, 10**9
+        with pytest.raises(WorkerError, match="InjectedFault"):
+            sampler.obtain_samples(7)
+        with pytest.raises(ConfigError, match="no trace can show what process"):
+            sampler.trace(tmp_path / "later.json")
+    assert "its trace could not be written: no trace can show" in caplog.text
+    assert [path.suffix for path in tmp_path.iterdir()] == [".episode"]
+
+
+def test_a_trace_of_a_failure_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error waits for it, with many workers too."""
+    monkeypatch.setattr(pool, "_FAILURE_SPANS", 100)
+    options = {"seed_episodes": True, "crash_dir": tmp_path}
+    with started("parallel", 1, failing("parallel", at=150), batch_B=1, **options) as sampler:
+        with pytest.raises(WorkerError):
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+        full = traced(sampler, tmp_path)
+    (path,) = tmp_path.glob("failure-*.trace.json")
+    short = TraceFile(path)
+    assert len(short.track("worker 0")) < 150 < len(full.track("worker 0"))
+    assert short.track("worker 0")[-1]["args"] == full.track("worker 0")[-1]["args"]
+
+
+def test_a_trace_of_more_batches_than_are_kept(tmp_path: Path) -> None:
+    for kind in ("serial", "parallel"):
+        with started(kind, 1, CountingEnv, batch_T=1, batch_B=1) as sampler:
+            for itr in range(c.N_KEPT + 20):
+                sampler.obtain_samples(itr)
+            trace = traced(sampler, tmp_path)
+        waits = {s["name"] for s in trace.track("main process") if s["cat"] == "wait"}
+        batches = {s["name"] for s in trace.track("worker 0") if s["cat"] == "batch"}
+        assert {f"itr {itr}" for itr in range(25, c.N_KEPT + 20)} <= batches
+        assert {f"wait for itr {itr}" for itr in range(25, c.N_KEPT + 20)} <= waits
 
 
 def test_a_replaced_worker_is_shown(tmp_path: Path) -> None:
