@@ -468,8 +468,8 @@ class Sampler(ABC):
         `profile` is a `torch.profiler.profile` that was stopped, or the file that it has exported: its events are
         beside the others, on the same clock.
 
-        Raises `ConfigError` if the file cannot be written, or if `profile` cannot be read; `SamplerStateError` before
-        `initialize`.
+        Raises `ConfigError` if the file cannot be written, if `profile` cannot be read, or if a crash of a worker has
+        written into the shared memory; `SamplerStateError` before `initialize`.
         """
         return tracing.write(path, self._require_run("trace").pool.recorded(), profile)
 

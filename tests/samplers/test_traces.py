@@ -451,13 +451,14 @@ def test_a_mark_of_a_broken_sampler_raises_its_error() -> None:
 
 
 def test_torch_and_penstock_are_on_one_clock(tmp_path: Path) -> None:
-    """A record of torch's profiler begins and ends between those of two marks, within 20 us."""
+    """A record of torch's profiler begins and ends between those of two marks. The closest of many say how far its
+    clock can be ahead: on a busy machine too, a few of them are not interrupted."""
     with started("parallel") as sampler:
+        sampler.obtain_samples(0)
         with torch.profiler.profile() as profile:
-            for itr in range(20):
-                sampler.obtain_samples(itr)
+            for _ in range(300):
                 with sampler.mark("outer"), torch.profiler.record_function("middle"), sampler.mark("inner"):
-                    time.sleep(0.001)
+                    pass
         trace = traced(sampler, tmp_path, profile=profile)
         exported = tmp_path / "torch.json"
         theirs = [e for e in trace.events if e.get("cat") == "user_annotation" or e["ph"] == "M"]
@@ -468,12 +469,11 @@ def test_torch_and_penstock_are_on_one_clock(tmp_path: Path) -> None:
             [np.sort([e["ts"] + end * e["dur"] for e in one.named(name)]) for name in ("outer", "middle", "inner")]
             for end in (0, 1)
         )
-        assert len(began[1]) == 20
+        assert len(began[1]) == 300
         least = max((began[0] - began[1]).max(), (ended[2] - ended[1]).max())  # what must be added to torch's times
         most = min((began[2] - began[1]).min(), (ended[0] - ended[1]).min())
         print(f"torch's clock is {-most:.1f} to {-least:.1f} us ahead")
-        assert least <= 20
-        assert most >= -20
+        assert max(abs(least), abs(most)) <= 20
 
 
 def perfetto(trace: Path, *queries: str) -> list[list[Any]]:
