@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import exceptions as ray_errors
@@ -32,13 +32,10 @@ from penstock.samplers.results import Trajectories
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.stats import WorkerStats
-from penstock.workers import sigint
+from penstock.workers import sigint, tracing
 from penstock.workers.control import ASKED, DONE, Command
 from penstock.workers.failures import Restarts
 from penstock.workers.plan import split
-
-if TYPE_CHECKING:
-    from penstock.workers.tracing import Recorded
 
 _log = logging.getLogger("penstock")
 
@@ -381,9 +378,7 @@ class ShardPool:
                 for path, target in self._slot.items():
                     target[shard.place(path)] = 0
             _log.info("%s: without %s", during, ", ".join(map(str, missing)))
-        control.note_wait(control.n_openings, DONE)
-        if control.watcher is not None:
-            control.watcher(control.n_openings, control, self.recorded)
+        control.note_wait(control.n_openings, DONE, self.recorded)
 
     def next_piece(self, newest: Sequence[int], max_staleness: int | None) -> tuple[Shard, Reply, int, int]:
         """Wait for the next piece that is not too old. Returns it with its itr and its staleness. `newest`: the newest
@@ -419,11 +414,9 @@ class ShardPool:
             joined.sort(key=itemgetter(0, 1))
         return joined
 
-    def recorded(self) -> list[Recorded]:
+    def recorded(self) -> list[tracing.Recorded]:
         """What the driver and the shards have done lately, for a trace. Each node has its own clock. A shard that does
         not answer is left out."""
-        from penstock.workers import tracing  # here, since few need it
-
         about = tracing.describe("RaySampler", self._config.batch_T, ()) | {"batch_B": self._config.batch_B}
         found = [tracing.read(self._memory.control.memory.arrays, about, is_over=self._have_ended)]
         for shard in [] if self._have_ended else self._started:

@@ -212,7 +212,7 @@ class Ahead(Schedule):
             if self._lag is not None and batch.opening > awaited:
                 break
             infos = self._infos(run, batch)
-            pool.note_taken(batch.opening)
+            pool.control.note_taken(batch.opening, pool.recorded)
             feed.take(batch.number, infos)
             run.metrics.training.extend(infos)
             self._note_versions(run, batch.number)

@@ -230,7 +230,7 @@ class SamplerConfig(PoolArguments):
             and `episode`. The plan must depend on nothing else: each worker has a copy of it. It implies
             `seed_episodes=True`. See `set_episode_plan`.
         crash_dir: a folder in which the episode of each failure is written too, as a file for `RecordedEpisode.load`,
-            and a trace of each of the first 20 failures: see `trace`.
+            and a trace of the last batches before each of the first 20: see `trace`.
     """
 
     env_fn: EnvFn

@@ -29,7 +29,7 @@ from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.schedule import OnDemand, Schedule
 from penstock.samplers.stats import SamplerStats, describe
 from penstock.samplers.who_acts import Acting, CallerSteps, WorkersAct, pool_options
-from penstock.workers import sigint
+from penstock.workers import sigint, tracing
 from penstock.workers.call_guard import CallGuard, GuardedCall
 from penstock.workers.control import Command
 from penstock.workers.launcher import naming_descriptor_limit
@@ -468,11 +468,9 @@ class Sampler(ABC):
         `profile` is a `torch.profiler.profile` that was stopped, or the file that it has exported: its events are
         beside the others, on the same clock.
 
-        Raises `ConfigError` if the file cannot be written, or if `profile` cannot be read; `SamplerStateError` before
-        `initialize`.
+        Raises `ConfigError` if the file cannot be written, if `profile` cannot be read, or if a crash of a worker has
+        written into the shared memory; `SamplerStateError` before `initialize`.
         """
-        from penstock.workers import tracing  # here, since few need it
-
         return tracing.write(path, self._require_run("trace").pool.recorded(), profile)
 
     def trace_when_slow(
@@ -485,8 +483,6 @@ class Sampler(ABC):
         Raises `ConfigError` for wrong arguments, or if the folder cannot be made; `SamplerStateError` before
         `initialize`.
         """
-        from penstock.workers import tracing
-
         run = self._require_run("trace_when_slow")
         env_ranks = [plan.env_ranks for plan in run.plans]
         run.memory.control.watcher = tracing.SlowBatches(folder, factor, least, most, env_ranks)
@@ -498,8 +494,6 @@ class Sampler(ABC):
         Raises `ConfigError` in the `with` statement if `name` is no text or is empty; `SamplerStateError` before
         `initialize` and after `shutdown`; after a failure its error.
         """
-        from penstock.workers import tracing
-
         control = self._require_run("mark").memory.control
         self._guard.check_alive("mark")
         return tracing.mark(control, name)

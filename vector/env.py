@@ -48,6 +48,7 @@ from penstock.vector.vector_arguments import (
 )
 from penstock.vector.vector_infos import Infos
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
+from penstock.workers import tracing
 from penstock.workers.call_guard import GuardedCall
 from penstock.workers.claims import CpuClaims
 from penstock.workers.failures import Restart
@@ -418,14 +419,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self, path: str | os.PathLike[str], *, profile: torch.profiler.profile | str | os.PathLike[str] | None = None
     ) -> Path:
         """As `Sampler.trace`: write what the workers have done in the last 512 steps, resets and calls."""
-        from penstock.workers import tracing  # here, since few need it
-
         return tracing.write(path, self._workers.recorded(), profile)
 
     def mark(self, name: str) -> AbstractContextManager[None]:
         """As `Sampler.mark`."""
-        from penstock.workers import tracing
-
         self._guard.check_alive("mark")
         return tracing.mark(self._workers.control, name)
 

@@ -422,7 +422,7 @@ class ControlBlock:
         self._openings, self._served = memoryview(arrays.openings).cast("B"), memoryview(arrays.served).cast("B")
         self._opening_words: Any = self._openings.cast("q")
         self._events = memoryview(arrays.events).cast("B")
-        #: Called after each wait of the main process; see `tracing.SlowBatches`.
+        #: Called after each wait that ended well; see `tracing.SlowBatches`.
         self.watcher: Callable[[int, ControlBlock, Callable[[], Any]], None] | None = None
         #: How often gates were opened; how many workers there are; whether each opening was for all of them.
         self.n_openings, self._n_ranks, self._is_together = 0, 0, True
@@ -485,16 +485,18 @@ class ControlBlock:
         kind, at = do_eval + 2 * has_message, opening % N_KEPT * _OPENING.size
         _OPENING.pack_into(self._openings, at, opening, itr, kind, version, now, now, 0, self._is_together)
 
-    def note_wait(self, opening: int, word: int) -> None:
-        """Main process: it begins (ASKED) or has ended (DONE) its wait for this opening."""
+    def note_wait(self, opening: int, word: int, recorded: Callable[[], Any] | None = None) -> None:
+        """Main process: it begins (ASKED) or has ended (DONE) its wait for this opening; without an error, if it has
+        `recorded` to show."""
         self._opening_words[opening % N_KEPT * 8 + word] = time.monotonic_ns()
+        if recorded is not None and self.watcher is not None:
+            self.watcher(opening, self, recorded)
 
-    def note_no_wait(self, opening: int) -> bool:
-        """Main process: it asks for this opening, which is complete. Returns whether it does so for the first time."""
-        is_first: bool = self._opening_words[opening % N_KEPT * 8 + DONE] == 0
-        if is_first:
+    def note_taken(self, opening: int, recorded: Callable[[], Any]) -> None:
+        """Main process: it asks for this opening, which is complete."""
+        if not self._opening_words[opening % N_KEPT * 8 + DONE]:  # for the first time
             self.note_wait(opening, ASKED)
-        return is_first
+            self.note_wait(opening, DONE, recorded)
 
     def note_served(self, began_ns: int, ended_ns: int, n_envs: int, version: int) -> None:
         """Inference server: it has acted for `n_envs` environments, or computed values if this is 0."""
@@ -505,13 +507,6 @@ class ControlBlock:
         worker."""
         at = next(self._n_events) % N_EVENTS * _ENTRY.size
         _ENTRY.pack_into(self._events, at, kind, began_ns, time.monotonic_ns(), value)
-
-    def note_mark(self, name: str, began_ns: int) -> None:
-        """Main process: the mark of this name ends. The last of the names stands for all that find no place."""
-        text, names = name.encode()[:32].decode(errors="ignore").encode(), self.memory.arrays.names
-        index = next((i for i, known in enumerate(names[:-1].tolist()) if known in (text, b"")), N_NAMES - 1)
-        names[index] = text if index < N_NAMES - 1 else b"other marks"
-        self.note_event(MARKED, began_ns, index)
 
     def command(self, worker_rank: int, number: int) -> Command:
         """The command of opening `number` of this worker's gate."""

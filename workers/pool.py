@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
-from penstock.workers import sigint
+from penstock.workers import sigint, tracing
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import ASKED, DONE, RESTARTED, Command, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
@@ -29,14 +29,11 @@ from penstock.workers.process import InPlaceWorker, torch_dtype, worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.spinning import is_crowded
 
-if TYPE_CHECKING:
-    from penstock.workers.tracing import Recorded
-
 _log = logging.getLogger("penstock")
 
 _Result = TypeVar("_Result")
 
-_MOST_TRACES = 20  # of failures, in each pool
+_MOST_TRACES, _FAILURE_SPANS = 20, 20_000  # of failures, in each pool; in each of them, about: 0.2 s
 _EXIT_SECONDS = 1.5  # how long workers may take to end their step; see `close_timeout` for what follows
 _CLOSE_SECONDS = 5.0  # how long `close` may wait for one in another thread, beside `close_timeout`
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
@@ -69,7 +66,7 @@ class Pool(Protocol):
 
     def take_messages(self, number: int | None = None) -> list[ObjectMessage]: ...
 
-    def recorded(self) -> Sequence[Recorded]: ...
+    def recorded(self) -> Sequence[tracing.Recorded]: ...
 
     def statuses(self) -> list[WorkerStatus]: ...
 
@@ -161,10 +158,8 @@ class WorkerPool:
         all_stacks = [StackFile() for _ in plans]
         for stacks in all_stacks:
             self._resources.callback(stacks.file.close)
-        from penstock.workers.tracing import describe
-
         inodes = [os.fstat(stacks.file.fd).st_ino for stacks in all_stacks]
-        described = describe(self._options.kind, self._options.batch_T, plans)
+        described = tracing.describe(self._options.kind, self._options.batch_T, plans)
         self.control.memory.announce(described, plans, inodes)
         for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
@@ -285,12 +280,7 @@ class WorkerPool:
         if not self.has_completed(number) or not self._monitor.nothing_pending():
             self._wait_for_workers(during, look_first=True, until=lambda: self.has_completed(number), number=number)
         elif number:
-            self.note_taken(number)
-
-    def note_taken(self, number: int) -> None:
-        """For traces: this opening was complete before the main process asked for it."""
-        if self.control.note_no_wait(number):
-            self._end_of_batch(number)
+            self.control.note_taken(number, self.recorded)
 
     def has_completed(self, number: int) -> bool:
         """Whether every worker has completed opening `number`."""
@@ -308,7 +298,7 @@ class WorkerPool:
             if self._failure is not None:
                 self.close(broken=True)
                 raise self._failure
-            self._end_of_batch(self.control.n_openings)
+            self.control.note_wait(self.control.n_openings, DONE, self.recorded)
         elif self._server is None:
             self._wait_for_workers(during, until, poll_interval)
         else:
@@ -345,13 +335,7 @@ class WorkerPool:
             raise
         finally:
             self._monitor.is_waiting = False
-        self._end_of_batch(number)
-
-    def _end_of_batch(self, number: int) -> None:
-        """The wait for this opening has ended without an error."""
-        self.control.note_wait(number, DONE)
-        if self.control.watcher is not None:
-            self.control.watcher(number, self.control, self.recorded)
+        self.control.note_wait(number, DONE, self.recorded)
 
     def _end_wait(self, error: BaseException) -> None:
         """`error` has ended a wait."""
@@ -422,35 +406,31 @@ class WorkerPool:
                 self._failure = SamplerClosedError(f"shut down by another thread during {during}")
             else:
                 self._failure = self._in_place.error(error, during, self._options.episode_of)
-                if self._options.crash_dir is not None:
-                    self._trace_failure(self._options.crash_dir)
+                self._trace_failure()
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
                 raise
 
     # ---- traces ----------------------------------------------------------------------------
 
-    def recorded(self) -> list[Recorded]:
+    def recorded(self, most_spans: int | None = None) -> list[tracing.Recorded]:
         """What has happened lately, for a trace."""
-        from penstock.workers import tracing  # here, since few need it
-
         about = tracing.describe(self._options.kind, self._options.batch_T, self._plans)
-        return [tracing.read(self.control.memory.arrays, about, is_over=self._have_ended)]
+        arrays = self.control.memory.arrays
+        return [tracing.read(arrays, about, is_over=self._have_ended, most_spans=most_spans)]
 
-    def _trace_failure(self, folder: str | os.PathLike[str]) -> None:
-        """Write a trace of a failure, if it is one of the first `_MOST_TRACES`."""
-        from penstock.workers import tracing
-
-        self._n_traced += 1
-        if self._n_traced <= _MOST_TRACES:
+    def _trace_failure(self) -> None:
+        """Write a short trace of a failure, if it is one of the first `_MOST_TRACES`: the user waits for the error."""
+        if self._options.crash_dir is not None and self._n_traced < _MOST_TRACES:
+            self._n_traced += 1
             name = f"failure-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_traced}.trace.json"
-            tracing.write_or_warn(os.path.join(folder, name), self.recorded, "a worker has failed")
+            recorded = partial(self.recorded, _FAILURE_SPANS)
+            tracing.write_or_warn(os.path.join(self._options.crash_dir, name), recorded, "a worker has failed")
 
     # ---- failures --------------------------------------------------------------------------
 
     def _replace_or_raise(self, failures: Sequence[WorkerFailure], during: str) -> None:
         others = [self._monitor.status(handle) for handle in self.handles if not handle.is_reaped]
-        if self._options.crash_dir is not None:
-            self._trace_failure(self._options.crash_dir)
+        self._trace_failure()
         if (refusal := self.restarts.refusal(failures)) is not None:
             raise make_error(failures, others, during, refusal)
         self._death_logger.stop()

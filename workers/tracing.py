@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +81,21 @@ def _stable(ring: Any) -> Any:
 
 
 class _Worker:
-    """The records of one worker: those that were complete when they were copied."""
+    """The newest records of one worker: of those that were complete when they were copied."""
 
-    def __init__(self, arrays: Any, rank: int) -> None:
+    def __init__(self, arrays: Any, rank: int, newest: int = N_KEPT) -> None:
         self.row: list[int] = arrays.progress[rank].tolist()
         last = self.row[c.ARRIVED]
         fence()
         records, self._stamps = arrays.records[rank].copy(), arrays.timeline[rank].copy()
         fence()
         current = int(arrays.progress[rank, c.ARRIVED]) + 1  # it may have been written meanwhile
-        self._first_stamped = current - len(self._stamps) + 1
+        self._first_stamped, first = current - len(self._stamps) + 1, max(1, current - N_KEPT + 1, last + 1 - newest)
         #: By the number of the opening.
-        self.records: dict[int, list[int]] = {
-            k: records[k % N_KEPT].tolist() for k in range(max(1, current - N_KEPT + 1), last + 1)
-        }
+        self.records: dict[int, list[int]] = {k: records[k % N_KEPT].tolist() for k in range(first, last + 1)}
         #: When the worker came to barrier_in, and saw the opening that it runs; None if it runs none.
         self.running: list[int] | None = None
-        if self.row[c.BEGUN] == last + 1 and last + 1 > current - N_KEPT:
+        if self.row[c.BEGUN] == last + 1 > current - N_KEPT:
             self.running = records[(last + 1) % N_KEPT, :2].tolist()
 
     def rows(self, number: int, saw: int, end: int) -> list[int]:
@@ -111,63 +109,72 @@ class _Worker:
         return found
 
 
-def read(arrays: Any, about: Mapping[str, Any], *, is_over: bool = False) -> Recorded:
+def read(arrays: Any, about: Mapping[str, Any], *, is_over: bool = False, most_spans: int | None = None) -> Recorded:
     """All spans of a pool. `arrays` are those of its control block, and `about` is what `describe` has returned.
-    `is_over`: it has ended. Otherwise, what still runs ends now."""
-    maker = _Maker(arrays, about, is_over=is_over)
-    restarts = [event for event in maker.events if event[0] == c.RESTARTED]
-    for rank in range(len(maker.workers)):
-        resets = _stable(arrays.resets[rank]).tolist()
-        maker.add_worker(rank, [began for _, began, _, value in restarts if value == rank], resets)
-    maker.add_main()
-    maker.add_events(arrays.names.tolist())
-    for began, ended, n, version in _stable(arrays.served).tolist():
-        if 0 < began <= ended:
-            maker.tracks[_SERVER] = "inference server"
-            name = f"act for {n} environments" if n else "values"
-            maker.spans.append((_SERVER, name, "server", began, ended, {"version": version}))
-    return Recorded({**about, "pids": maker.pids}, maker.tracks, maker.spans, maker.points)
+    `is_over`: it has ended. Otherwise, what still runs ends now. `most_spans`: only the newest, about so many. Raises
+    `ConfigError` if what the arrays hold is no run."""
+    try:
+        return _Maker(arrays, about, is_over, most_spans).made()
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a crash of C code may write anything
+        raise ConfigError(f"no trace can show what process {about['pid']} has left in its memory: {error!r}") from error
 
 
 class _Maker:
     """Makes the spans and points of one pool."""
 
-    def __init__(self, arrays: Any, about: Mapping[str, Any], *, is_over: bool) -> None:
-        described = [worker for worker in about["workers"] if not worker.get("server")]
-        self.workers = workers = [_Worker(arrays, rank) for rank in range(len(described))]
+    def __init__(self, arrays: Any, about: Mapping[str, Any], is_over: bool, most_spans: int | None) -> None:
+        described, most = about["workers"], sys.maxsize if most_spans is None else most_spans
+        self._arrays, self._about, self._most_rows = arrays, about, most // max(1, len(described))  # of each worker
+        newest = max(2, min(N_KEPT, self._most_rows // (2 * about["batch_T"] + 8)))
+        self._workers = workers = [_Worker(arrays, rank, newest) for rank in range(len(described))]
         found = _stable(arrays.openings).tolist()
         self._openings = {opening[c.NUMBER]: opening for opening in found if opening[c.NUMBER]}
-        self.events, self._now = _stable(arrays.events).tolist(), time.monotonic_ns()
+        self._events, self._now = _stable(arrays.events).tolist(), time.monotonic_ns()
         if is_over:  # at the newest time
-            stamps = [worker.row[HEARTBEAT] for worker in workers] + [event[2] for event in self.events]
+            stamps = [worker.row[HEARTBEAT] for worker in workers] + [event[2] for event in self._events]
             stamps += [max(opening[c.OPENED : c.DONE + 1]) for opening in self._openings.values()]
             self._now = min(self._now, max(stamps, default=self._now))
-        self.pids = arrays.n_results[: len(workers), c.PID].tolist()
-        self._in_place, self._has_rows, self._is_over = self.pids == [about["pid"]], about["batch_T"] > 0, is_over
-        self.spans: list[Span] = []
-        self.points: list[Point] = []
-        self.tracks = {_MAIN: "main process", _MARKS: "marks and publications"}
+        self._pids, self._is_over = arrays.n_results[: len(workers), c.PID].tolist(), is_over
+        self._in_place = self._pids == [about["pid"]]
+        self._spans: list[Span] = []
+        self._points: list[Point] = []
+        self._tracks = {_MAIN: "main process", _MARKS: "marks and publications"}
         # By opening: when each worker was at barrier_out, and which. One that is not there yet is the slowest.
         self._at_gate: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for rank, worker in enumerate(workers):
             env_ranks = range(*described[rank]["env_ranks"])
-            self.tracks[_WORKERS + rank] = f"worker {rank}" + (f": env_rank {span(env_ranks)}" if env_ranks else "")
+            self._tracks[_WORKERS + rank] = f"worker {rank}" + (f": env_rank {span(env_ranks)}" if env_ranks else "")
             for k, record in worker.records.items():
                 self._at_gate[k].append((record[HEARTBEAT], rank))
             self._at_gate[worker.row[c.ARRIVED] + 1].append((math.inf, rank))
+
+    def made(self) -> Recorded:
+        """All of it."""
+        for rank in range(len(self._workers)):
+            self._add_worker(rank)
+        self._add_main()
+        self._add_events()
+        for began, ended, n, version in _stable(self._arrays.served).tolist():
+            if 0 < began <= ended:
+                self._tracks[_SERVER] = "inference server"
+                name = f"act for {n} environments" if n else "values"
+                self._spans.append((_SERVER, name, "server", began, ended, {"version": version}))
+        return Recorded({**self._about, "pids": self._pids}, self._tracks, self._spans, self._points)
 
     def _name(self, opening: Sequence[int] | None, number: int) -> str:
         if number == 1:
             return "start-up"
         if opening is None or not opening[c.KIND]:
-            return _NAMES[0].format("?" if opening is None else opening[c.ITR]) if self._has_rows else "step"
+            return f"itr {'?' if opening is None else opening[c.ITR]}" if self._about["batch_T"] else "step"
         return _NAMES[opening[c.KIND]].format(opening[c.ITR])
 
     # ---- a worker ----------------------------------------------------------------------------
 
-    def add_worker(self, rank: int, restarts: Sequence[int], resets: Sequence[Sequence[int]]) -> None:
+    def _add_worker(self, rank: int) -> None:
         """Its commands, their rows, waits and resets."""
-        worker, track, before = self.workers[rank], _WORKERS + rank, None
+        worker, track, before = self._workers[rank], _WORKERS + rank, None
+        resets = _stable(self._arrays.resets[rank]).tolist()
+        restarts = [began for kind, began, _, value in self._events if (kind, value) == (c.RESTARTED, rank)]
         for k, record in worker.records.items():
             self._add_command(rank, k, record, before, restarts)
             before = record
@@ -177,16 +184,16 @@ class _Maker:
         elif row[c.PHASE] == Phase.WAITING and not self._in_place:
             self._add_wait(rank, row[c.ARRIVED] + 1, row[HEARTBEAT], self._now)
         if row[c.PHASE] == Phase.RESETTING:  # it runs still
-            resets = [*resets, (row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now)]
+            resets.append((row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now))
         for env_rank, t, began, ended in resets:
             if 0 < began <= ended:
-                self.spans.append((track, f"reset env_rank {env_rank}", "reset", began, ended, {"t": t}))
+                self._spans.append((track, f"reset env_rank {env_rank}", "reset", began, ended, {"t": t}))
 
     def _add_command(
         self, rank: int, k: int, record: list[int], before: list[int] | None, restarts: Sequence[int]
     ) -> None:
         """Command k, its rows, and what was before it. `before`: the record of the one before, if it is kept."""
-        worker, track, opening = self.workers[rank], _WORKERS + rank, self._openings.get(k)
+        worker, track, opening = self._workers[rank], _WORKERS + rank, self._openings.get(k)
         if opening is not None and not opening[c.TOGETHER]:
             opening = None
         came, saw, end = record[c.CAME], record[c.SAW], record[HEARTBEAT]
@@ -198,28 +205,27 @@ class _Maker:
             if before is not None and came - before[HEARTBEAT] > _GAP_NS:
                 is_lost = any(before[HEARTBEAT] < at < came for at in restarts)
                 name = "lost, and started again" if is_lost else "between two batches"
-                self.spans.append((track, name, "between", before[HEARTBEAT], came, None))
+                self._spans.append((track, name, "between", before[HEARTBEAT], came, None))
             self._add_wait(rank, k, came, saw)
             if opening is not None:
-                self._add_flows(track, k << 16 | rank << 1, opening, saw, math.inf if runs else end)
+                self._add_flows(track, k << 16 | rank << 1, opening, saw, None if runs else end)
         args: dict[str, float] = {"opening": k, "version": record[c.VERSION]}
         if before is not None:
             args["steps"] = record[c.STEPS] - before[c.STEPS]
             args |= {name: (record[word] - before[word]) / 1e6 for name, word in _PARTS.items()}
-        self.spans.append((track, self._name(opening, k), "batch", saw, end, args))
-        self._add_rows(track, worker.rows(k, saw, end) + [end] * runs)
+        self._spans.append((track, self._name(opening, k), "batch", saw, end, args))
+        stamps = worker.rows(k, saw, end) + [end] * runs
+        for i in range(max(0, len(stamps) - 1 - self._most_rows), len(stamps) - 1):
+            if stamps[i] < stamps[i + 1]:
+                name, t = ("acting", "stepping")[i % 2], i // 2
+                self._spans.append((track, name, "row", stamps[i], stamps[i + 1], {"t": t}))
 
-    def _add_rows(self, track: int, stamps: Sequence[int]) -> None:
-        for i, (a, b) in enumerate(pairwise(stamps)):
-            if a < b:
-                self.spans.append((track, ("acting", "stepping")[i % 2], "row", a, b, {"t": i // 2}))
-
-    def _add_flows(self, track: int, key: int, opening: Sequence[int], saw: int, end: float) -> None:
+    def _add_flows(self, track: int, key: int, opening: Sequence[int], saw: int, end: int | None) -> None:
         """From the opening to the worker; and from its end to the wait, if that has ended later."""
         opened, asked, done = opening[c.OPENED : c.DONE + 1]
-        self.points += ("s", _MAIN, "batch", opened, key), ("f", track, "batch", saw, key)
-        if done >= max(end, asked):
-            self.points += ("s", track, "batch", int(end), key + 1), ("f", _MAIN, "batch", done, key + 1)
+        self._points += ("s", _MAIN, "batch", opened, key), ("f", track, "batch", saw, key)
+        if end is not None and done >= max(end, asked):
+            self._points += ("s", track, "batch", end, key + 1), ("f", _MAIN, "batch", done, key + 1)
 
     def _add_wait(self, rank: int, k: int, came: int, saw: int) -> None:
         """It waited for opening k: for other workers until all had completed the one before, then for the main
@@ -229,17 +235,20 @@ class _Maker:
         for name, a, b in (("barrier_out", came, middle), ("barrier_in", middle, saw)):
             if a < b:
                 args = {"waits_for": f"worker {slowest}" if name == "barrier_out" else "main process"}
-                self.spans.append((_WORKERS + rank, name, "wait", a, b, args))
+                self._spans.append((_WORKERS + rank, name, "wait", a, b, args))
 
     # ---- the main process --------------------------------------------------------------------
 
-    def add_main(self) -> None:
+    def _add_main(self) -> None:
         """When it opened gates, when it waited, and the time between: the learner's."""
         found = []
         for k, opening in self._openings.items():
             name, args, (opened, asked, done) = self._name(opening, k), {"opening": k}, opening[c.OPENED : c.DONE + 1]
             if self._in_place:  # it has worked itself
-                done = record[HEARTBEAT] if (record := self.workers[0].records.get(k)) else self._now
+                worker = self._workers[0]
+                if k <= worker.row[c.ARRIVED] and k not in worker.records:  # its record is not kept
+                    continue
+                done = worker.records[k][HEARTBEAT] if k in worker.records else self._now
             is_ahead = asked - opened > 10 * _GAP_NS and k > 1
             if is_ahead or not done:
                 found.append((opened, opened + 1000, f"start {name}", args))
@@ -249,34 +258,32 @@ class _Maker:
         ended = 0
         for began, end, name, args in sorted(found, key=lambda entry: entry[:2]):
             if ended and began - ended > _GAP_NS:
-                self.spans.append((_MAIN, "learner", "learner", ended, began, None))
+                self._spans.append((_MAIN, "learner", "learner", ended, began, None))
             if max(began, ended) < end:
-                self.spans.append((_MAIN, name, "wait", max(began, ended), end, args))
+                self._spans.append((_MAIN, name, "wait", max(began, ended), end, args))
                 ended = end
         if 0 < ended < self._now and not self._is_over:
-            self.spans.append((_MAIN, "learner", "learner", ended, self._now, None))
+            self._spans.append((_MAIN, "learner", "learner", ended, self._now, None))
 
-    def add_events(self, names: Sequence[bytes]) -> None:
+    def _add_events(self) -> None:
         """Publications, marks and restarts. Spans of several threads may overlap: those that do not nest get further
         tracks."""
-        lanes = list[list[int]]()  # the ends of the spans that are open, by track
-        for kind, began, ended, value in sorted(self.events, key=lambda event: (event[1], -event[2])):
+        names, lanes = self._arrays.names.tolist(), defaultdict[int, list[int]](list)  # by track: ends of open spans
+        for kind, began, ended, value in sorted(self._events, key=lambda event: (event[1], -event[2])):
             if kind == c.RESTARTED:
-                self.points.append(("i", _WORKERS + value, f"worker {value} failed and is replaced", began, 0))
+                self._points.append(("i", _WORKERS + value, f"worker {value} failed and is replaced", began, 0))
             if kind not in (c.PUBLISHED, c.MARKED):
                 continue
-            for lane in lanes:
-                lane[:] = [end for end in lane if end > began]
-            fitting = [i for i, lane in enumerate(lanes) if not lane or ended <= lane[-1]]
-            i = fitting[0] if fitting else len(lanes)
-            lanes[i:] = lanes[i:] or [[]]
-            lanes[i].append(ended)
-            track = _WORKERS + len(self.workers) + i - 1 if i else _MARKS
-            self.tracks[track] = self.tracks[_MARKS]
+            for track in chain([_MARKS], count(_WORKERS + len(self._workers))):
+                lanes[track] = lane = [end for end in lanes[track] if end > began]
+                if not lane or ended <= lane[-1]:
+                    break
+            lane.append(ended)
+            self._tracks[track] = self._tracks[_MARKS]
             if kind == c.MARKED:
-                self.spans.append((track, names[value].decode(), "mark", began, ended, None))
+                self._spans.append((track, names[value].decode(), "mark", began, ended, None))
             else:
-                self.spans.append((track, f"publish version {value}", "publish", began, ended, {"version": value}))
+                self._spans.append((track, f"publish version {value}", "publish", began, ended, {"version": value}))
 
 
 # ---- writing -----------------------------------------------------------------------------------------
@@ -285,7 +292,14 @@ class _Maker:
 def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: Any = None) -> Path:
     """Write a file for Perfetto, https://ui.perfetto.dev, or chrome://tracing. `profile`: see `Sampler.trace`. Raises
     `ConfigError` if it cannot be written, or `profile` cannot be read."""
-    path, recorded = Path(path), _with_own_pids(recorded)
+    pids = [one.about["pid"] for one in recorded]
+    path, recorded = (
+        Path(path),
+        [  # processes of several machines, and pools of one process, may have one number
+            replace(one, about={**one.about, "pid": pid + _MOST_PIDS * pids[:i].count(pid)})
+            for i, (one, pid) in enumerate(zip(recorded, pids, strict=True))
+        ],
+    )
     part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
     base = min((entry[3] + one.shift for one in recorded for entry in one.spans), default=0) + offset
     theirs, base = ([], base) if profile is None else _of_torch(profile, recorded)
@@ -310,23 +324,12 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
     return path
 
 
-def _with_own_pids(recorded: Sequence[Recorded]) -> list[Recorded]:
-    """The same. Where processes of several machines have one number, all but one get other numbers."""
-    found: dict[int, Recorded] = {}
-    for one in recorded:
-        pid = one.about["pid"]
-        while pid in found:
-            pid += _MOST_PIDS
-        found[pid] = replace(one, about={**one.about, "pid": pid})
-    return list(found.values())
-
-
 def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
     """Write a trace and log `why`. If this fails, it only warns: the call of the user goes on."""
     try:
         _log.warning("%s: a trace is in %s", why, write(path, recorded()))
     except Exception as error:
-        _log.warning("%s, and its trace could not be written: %s", why, error)
+        _log.warning("%s, and its trace could not be written: %s", why, str(error))  # the record may outlive the pool
 
 
 def _lines(one: Recorded, base: int, first_flow: int) -> Iterator[str]:
@@ -383,13 +386,16 @@ def _of_torch(profile: Any, recorded: Sequence[Recorded]) -> tuple[list[dict[str
 
 @contextlib.contextmanager
 def mark(control: ControlBlock, name: str) -> Iterator[None]:
-    """See `Sampler.mark`."""
+    """See `Sampler.mark`. The last of the names stands for all that find no place."""
     must_be("name", name, isinstance(name, str) and bool(name), "a text that says what the time is spent on")
+    text, names = name.encode()[:32].decode(errors="ignore").encode(), control.memory.arrays.names
+    index = next((i for i, known in enumerate(names[:-1].tolist()) if known in (text, b"")), c.N_NAMES - 1)
+    names[index] = text if index < c.N_NAMES - 1 else b"other marks"
     began = time.monotonic_ns()
     try:
         yield
     finally:
-        control.note_mark(name, began)
+        control.note_event(c.MARKED, began, index)
 
 
 class SlowBatches:
@@ -409,32 +415,27 @@ class SlowBatches:
 
     def __call__(self, k: int, control: ControlBlock, recorded: Callable[[], Sequence[Recorded]]) -> None:
         """The main process has waited for opening k."""
-        arrays = control.memory.arrays
+        arrays, n, slowest = control.memory.arrays, len(self._env_ranks), 0
         opening = arrays.openings[k % N_KEPT].tolist()
-        begun = arrays.records[: len(self._env_ranks), k % N_KEPT, c.BEGUN]
-        has_records = begun.any()  # otherwise shards have their own
-        if k == 1 or opening[c.KIND] or not self._left or (has_records and (begun != k).any()):
+        records, before = arrays.records[:n, k % N_KEPT], arrays.records[:n, (k - 1) % N_KEPT]
+        has_records = records[:, c.BEGUN].any()  # otherwise shards have their own
+        if k == 1 or opening[c.KIND] or not self._left or (has_records and (records[:, c.BEGUN] != k).any()):
             return
-        slowest, took = self._slowest(arrays, k) if has_records else (None, opening[c.DONE] - opening[c.OPENED])
-        usual, self._n = self._usual, self._n + 1
-        # A very slow one changes little.
+        began, ended = opening[c.OPENED], opening[c.DONE]
+        if has_records:  # until the last worker came to barrier_out; workers may be ahead of the main process
+            slowest = int(records[:, HEARTBEAT].argmax())
+            began, ended = max(began, int(before[:, HEARTBEAT].max())), int(records[slowest, HEARTBEAT])
+        took, usual, self._n = ended - began, self._usual, self._n + 1
         most = self._factor * usual if self._n > _WARM_UP else math.inf
-        self._usual += (min(took, most) - usual) / min(self._n, 50)
+        self._usual += (min(took, most) - usual) / min(self._n, 50)  # a very slow one changes little
         if took > max(most, self._least) and self._n > _WARM_UP:
             self._left -= 1
             why = f"itr {opening[c.ITR]} took {took / 1e6:.1f} ms, usually {usual / 1e6:.1f} ms"
-            if slowest is not None:
-                why += self._explain(arrays, k, slowest)
+            why += self._explain(arrays, k, slowest) if has_records else ""
             write_or_warn(os.path.join(self._folder, f"itr-{opening[c.ITR]}-{k}.trace.json"), recorded, why)
 
-    def _slowest(self, arrays: Any, k: int) -> tuple[int | None, int]:
-        """The worker that came last to barrier_out, and how long the batch took: from the opening, or from the end of
-        the batch before, until then."""
-        before, ends = (arrays.records[: len(self._env_ranks), i % N_KEPT, HEARTBEAT] for i in (k - 1, k))
-        slowest = int(ends.argmax())
-        return slowest, int(ends[slowest]) - max(int(arrays.openings[k % N_KEPT, c.OPENED]), int(before.max()))
-
     def _explain(self, arrays: Any, k: int, rank: int) -> str:
+        """Where the worker that was the last has spent the most time."""
         record = arrays.records[rank, k % N_KEPT].tolist()
         text = f": worker {rank} (env_rank {span(self._env_ranks[rank])}) was the last"
         steps = np.diff(_Worker(arrays, rank).rows(k, record[c.SAW], record[HEARTBEAT]))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from penstock import (
     ClusterError,
     ConfigError,
     GpuSampler,
+    ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     RequestError,
     SerialSampler,
 )
+from penstock.__main__ import main
 from penstock.agents import AgentStep
 from penstock.buffers import PolicySamples
 from penstock.distributed import (
@@ -61,6 +64,7 @@ from penstock.envs import ScriptedGame
 from ..models import Gru, Net, small_model
 from ..scale import FULL, scaled
 from ..toy_games import Published, TurnGame, odd_or_even
+from ..traces import TraceFile
 from .support import MAKES, SAMPLER, Bomb, need, needs_zmq, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
@@ -200,6 +204,42 @@ def test_an_experiment_goes_on_after_its_workers_were_killed(
             new = listening([os.getpid(), *map(run.panel.pid, run.restarts)]) - before
             assert {address for address, _ in new} == {"127.0.0.1"}
     assert set(run.restarts.values()) == {0, 1}
+
+
+@pytest.mark.parametrize("wire", ["local", "zmq"])
+def test_a_trace_shows_the_workers_of_all_actors_on_one_clock(
+    wire: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """`penstock top --trace` writes it while they sample. An actor in this process may have its sampler traced too."""
+    need(wire, request)
+    made, file = list[ParallelSampler](), tmp_path / "trace.json"
+
+    new = partial(ParallelSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2)
+
+    def keep() -> ParallelSampler:
+        made.append(new())
+        return made[-1]
+
+    agent, training = partial(CategoricalPgAgent, small_model), Training(CountingTrainer, batch=2)
+    began = time.time_ns()
+    with Experiment("test", agent, Actors(2, keep if wire == "local" else new), training, seed=3).run(wire=wire) as run:
+        run.wait(lambda state: state.version >= 4, timeout=60)
+        pids = [run.panel.pid(f"actor/{i}") for i in (0, 1)] if wire == "zmq" else [os.getpid()] * 2
+        assert main(["top", *map(str, dict.fromkeys(pids)), "--trace", str(file)]) == 0
+        ended = time.time_ns()
+        for sampler in made[1:]:  # the first one was only looked at
+            own = TraceFile(sampler.trace(tmp_path / "own.json"))
+            assert len([s for s in own.track("worker 1") if s["name"].startswith("itr ")]) > 1
+    trace = TraceFile(file)
+    assert [run["kind"] for run in trace.runs] == ["ParallelSampler"] * 2
+    assert sorted(run["workers"][1]["env_ranks"] for run in trace.runs) == [[2, 4], [6, 8]]
+    assert [run["pid"] % (1 << 22) for run in trace.runs] == pids
+    assert len({pid for run in trace.runs for pid in run["pids"]}) == 4
+    for i, rank in product((0, 1), (0, 1)):
+        spans = trace.track(f"worker {rank}", i)
+        assert len([s for s in spans if s["name"].startswith("itr ")]) > 1
+        assert began <= trace.base + 1e3 * min(s["ts"] for s in spans)
+        assert trace.base + 1e3 * max(s["ts"] + s["dur"] for s in spans) <= ended
 
 
 @pytest.fixture

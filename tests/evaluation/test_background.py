@@ -31,13 +31,15 @@ from penstock import (
     evaluate,
     start_evaluation,
 )
+from penstock.__main__ import main
 from penstock.evaluation import background
 from penstock.vector.vector_pool import WaitTimeoutError
 from penstock.workers import launcher
 
 from ..models import Net
 from ..support import assert_same, until
-from .reach import TASKS, Guilty, Moody, Reach, hang, moody, played, serial, vla
+from ..traces import TraceFile
+from .reach import CHUNK, TASKS, Guilty, Moody, Reach, hang, moody, played, serial, vla
 
 ARGUMENTS: dict[str, Any] = {"success": "is_success", "episodes": 3, "tasks": TASKS, "n_workers": 1, "batch_B": 2}
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -195,6 +197,40 @@ def test_several_threads_wait(tmp_path: Path) -> None:
     assert played(found[0]) == serial(range(3))
     assert all(results is found[0] for results in found)
     assert running.wait() is found[0]
+
+
+def hold(path: Path, number: int, t: int) -> None:
+    if t == CHUNK and not (path / "go").exists():
+        (path / f"{os.getpid()}.held").touch()
+        wait_for(path / "go", number, t)
+
+
+def test_a_trace_of_evaluations_shows_their_workers_on_one_clock(tmp_path: Path) -> None:
+    """`penstock top --trace` writes it while they play: here, and in a process of its own. All workers hang then."""
+    held, file = partial(Reach, fault=partial(hold, tmp_path)), tmp_path / "trace.json"
+    arguments, moments = {**ARGUMENTS, "n_workers": 2}, list[int]()
+
+    def look() -> None:
+        until(lambda: len(list(tmp_path.glob("*.held"))) == 4, "the hang of all workers", 60)
+        moments.append(time.time_ns())
+        assert main(["top", str(running.pid), str(os.getpid()), "--trace", str(file)]) == 0
+        moments.append(time.time_ns())
+        (tmp_path / "go").touch()
+
+    with start_evaluation(vla, held, **arguments) as running:
+        (here,) = in_threads(1, partial(evaluate, vla, held, **arguments), look)
+        assert here.episodes == running.wait(60).episodes
+    trace, workers = TraceFile(file), {int(path.stem) for path in tmp_path.glob("*.held")}
+    runs = [i for i, run in enumerate(trace.runs) if workers & set(run["pids"])]
+    assert {trace.runs[i]["kind"] for i in runs} == {"ShmVectorEnv"}
+    assert [trace.runs[i]["pid"] for i in runs] == [running.pid, os.getpid()]
+    assert {pid for i in runs for pid in trace.runs[i]["pids"]} == workers
+    for i in runs:
+        for rank in (0, 1):
+            *steps, hanging = (s for s in trace.track(f"worker {rank}: env_rank {rank}", i) if s["name"] == "step")
+            began = trace.base + 1e3 * hanging["ts"]
+            assert steps, "one for each chunk"
+            assert began < moments[0] <= began + 1e3 * hanging["dur"] <= moments[1]
 
 
 def test_one_thread_cancels_while_others_wait(tmp_path: Path) -> None:

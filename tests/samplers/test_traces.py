@@ -39,6 +39,8 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.learning import Replay
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
+from penstock.workers import control as c
+from penstock.workers import pool
 
 from ..models import Net
 from ..scale import some
@@ -294,6 +296,49 @@ def test_a_failure_writes_a_trace_beside_its_episode(tmp_path: Path, caplog: pyt
         assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.parametrize("kind", ["serial", "parallel"])
+def test_a_trace_that_cannot_be_made_changes_no_error(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A crash of C code may write anything into the memory that is shared."""
+    options = {"seed_episodes": True, "crash_dir": tmp_path}
+    with started(kind, 1, failing(kind, at=5), **options) as sampler:
+        sampler.run.memory.control.memory.arrays.events[:] = c.MARKED, 1, 2, 10**9
+        with pytest.raises(WorkerError, match="InjectedFault"):
+            sampler.obtain_samples(7)
+        with pytest.raises(ConfigError, match="no trace can show what process"):
+            sampler.trace(tmp_path / "later.json")
+    assert "its trace could not be written: no trace can show" in caplog.text
+    assert [path.suffix for path in tmp_path.iterdir()] == [".episode"]
+
+
+def test_a_trace_of_a_failure_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error waits for it, with many workers too."""
+    monkeypatch.setattr(pool, "_FAILURE_SPANS", 100)
+    options = {"seed_episodes": True, "crash_dir": tmp_path}
+    with started("parallel", 1, failing("parallel", at=150), batch_B=1, **options) as sampler:
+        with pytest.raises(WorkerError):
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+        full = traced(sampler, tmp_path)
+    (path,) = tmp_path.glob("failure-*.trace.json")
+    short = TraceFile(path)
+    assert len(short.track("worker 0")) < 150 < len(full.track("worker 0"))
+    assert short.track("worker 0")[-1]["args"] == full.track("worker 0")[-1]["args"]
+
+
+def test_a_trace_of_more_batches_than_are_kept(tmp_path: Path) -> None:
+    for kind in ("serial", "parallel"):
+        with started(kind, 1, CountingEnv, batch_T=1, batch_B=1) as sampler:
+            for itr in range(c.N_KEPT + 20):
+                sampler.obtain_samples(itr)
+            trace = traced(sampler, tmp_path)
+        waits = {s["name"] for s in trace.track("main process") if s["cat"] == "wait"}
+        batches = {s["name"] for s in trace.track("worker 0") if s["cat"] == "batch"}
+        assert {f"itr {itr}" for itr in range(25, c.N_KEPT + 20)} <= batches
+        assert {f"wait for itr {itr}" for itr in range(25, c.N_KEPT + 20)} <= waits
+
+
 def test_a_replaced_worker_is_shown(tmp_path: Path) -> None:
     fault = Fault("kill", at=20, marker=str(tmp_path / "marker"), spare_pid=os.getpid())
     with started("parallel", 2, faulty_env(CountingEnv, fault), on_worker_failure="restart") as sampler:
@@ -406,13 +451,14 @@ def test_a_mark_of_a_broken_sampler_raises_its_error() -> None:
 
 
 def test_torch_and_penstock_are_on_one_clock(tmp_path: Path) -> None:
-    """A record of torch's profiler begins and ends between those of two marks, within 20 us."""
+    """A record of torch's profiler begins and ends between those of two marks. The closest of many say how far its
+    clock can be ahead: on a busy machine too, a few of them are not interrupted."""
     with started("parallel") as sampler:
+        sampler.obtain_samples(0)
         with torch.profiler.profile() as profile:
-            for itr in range(20):
-                sampler.obtain_samples(itr)
+            for _ in range(300):
                 with sampler.mark("outer"), torch.profiler.record_function("middle"), sampler.mark("inner"):
-                    time.sleep(0.001)
+                    pass
         trace = traced(sampler, tmp_path, profile=profile)
         exported = tmp_path / "torch.json"
         theirs = [e for e in trace.events if e.get("cat") == "user_annotation" or e["ph"] == "M"]
@@ -423,12 +469,11 @@ def test_torch_and_penstock_are_on_one_clock(tmp_path: Path) -> None:
             [np.sort([e["ts"] + end * e["dur"] for e in one.named(name)]) for name in ("outer", "middle", "inner")]
             for end in (0, 1)
         )
-        assert len(began[1]) == 20
+        assert len(began[1]) == 300
         least = max((began[0] - began[1]).max(), (ended[2] - ended[1]).max())  # what must be added to torch's times
         most = min((began[2] - began[1]).min(), (ended[0] - ended[1]).min())
         print(f"torch's clock is {-most:.1f} to {-least:.1f} us ahead")
-        assert least <= 20
-        assert most >= -20
+        assert max(abs(least), abs(most)) <= 20
 
 
 def perfetto(trace: Path, *queries: str) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.workers import control as c
 from penstock.workers import tracing
 from penstock.workers.control import Command, ControlBlock, Phase, Progress, StopCollecting
@@ -154,6 +157,52 @@ def test_the_resets_of_a_replaced_worker_stay(block: ControlBlock) -> None:
         for _ in range(n):
             progress.note_long_reset(time.monotonic_ns(), c.LONG_RESET_NS)
     assert len([s for s in read(block).spans if s[2] == "reset"]) == 5
+
+
+def test_what_a_crash_has_written_anywhere_ends_in_a_trace_or_an_error_that_names_it(tmp_path: Path) -> None:
+    """Neither in a hang, nor in another error."""
+    rng, found = np.random.default_rng(0), set[str]()
+    for i in range(scaled(200, 20)):
+        block = ControlBlock(2, T, shared=False)
+        block.open(Command(), [0, 1])
+        for rank in (0, 1):
+            block.progress(rank).arrived += 1
+        block.open(Command(itr=1), [0, 1])
+        for rank in (0, 1):
+            work(block.progress(rank))
+        arrays = [array.reshape(-1).view(np.uint8) for _, array in block.memory.arrays.leaves()]
+        for j in [i % len(arrays), *rng.integers(0, len(arrays), i % 3)]:
+            arrays[j][:] = rng.integers(0, 256 if i % 2 else 2, len(arrays[j]))
+        try:
+            recorded = read(block)
+        except ConfigError as error:
+            found.add(str(error).partition(":")[0])
+        else:
+            found.add("trace" * bool(json.loads(tracing.write(tmp_path / "trace.json", [recorded]).read_text())))
+    assert found == {"trace", f"no trace can show what process {os.getpid()} has left in its memory"}
+
+
+def test_a_short_trace_has_the_newest(tmp_path: Path) -> None:
+    """That of a failure: the user waits for it."""
+    block = ControlBlock(2, T, shared=False)
+    rows = [block.progress(rank) for rank in (0, 1)]
+    for itr in range(50):
+        block.open(Command(itr), [0, 1])
+        for progress in rows:
+            work(progress)
+    block.open(Command(50), [0, 1])
+    work(rows[0])
+    work(rows[1], rows=2)
+    for most, n in ((200, 6), (10, 2), (10**6, 51)):
+        found = read(block, most_spans=most)
+        TraceFile(tracing.write(tmp_path / "trace.json", [found]))
+        for track in (4, 5):
+            shown = [s for s in found.spans if s[0] == track]
+            assert len([s for s in shown if s[2] == "batch"]) in (n, n + 1)
+            assert len([s for s in shown if s[2] == "row"]) <= 3 * most / 2
+            assert any(s[1] == "itr 50" for s in shown)
+        last = max((s for s in found.spans if s[0] == 5 and s[2] == "row"), key=lambda s: s[4])
+        assert (last[1], last[5]) == ("stepping", {"t": 1}), "what runs now"
 
 
 def test_events_of_many_threads_are_all_kept(block: ControlBlock) -> None:
