@@ -434,6 +434,7 @@ class WorkerPool:
         from penstock.workers import tracing  # here, since few need it
 
         about = tracing.describe(self._options.kind, self._options.batch_T, self._plans)
+        about["pid"] = self._owner_pid  # this process may be a fork
         return [tracing.read(self.control.memory.arrays, about, is_over=self._have_ended)]
 
     def _trace_failure(self, folder: str | os.PathLike[str]) -> None:
