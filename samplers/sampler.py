@@ -482,12 +482,12 @@ class Sampler(ABC):
         average, and at least `least` seconds; `most` files in all. A warning of the logger "penstock" says which worker
         was the last, and where its time went. The first 20 batches only count for the average.
 
-        Raises `ConfigError` for wrong arguments, or if the folder cannot be made; `SamplerStateError` before
-        `initialize`.
+        Raises `ConfigError` for wrong arguments, or if the folder cannot be made; else as `mark` does.
         """
         from penstock.workers import tracing
 
         run = self._require_run("trace_when_slow")
+        self._guard.check_alive("trace_when_slow")
         env_ranks = [plan.env_ranks for plan in run.plans]
         run.memory.control.watcher = tracing.SlowBatches(folder, factor, least, most, env_ranks)
 
@@ -495,7 +495,7 @@ class Sampler(ABC):
         """A span of the trace: `with sampler.mark("update"): ...`. Marks may be nested, and any thread may make them.
         The first 63 names of at most 32 bytes are kept.
 
-        Raises `SamplerStateError` before `initialize` and after `shutdown`, and after a failure its error.
+        Raises `SamplerStateError` before `initialize`, after `shutdown` and in a fork, and after a failure its error.
         """
         from penstock.workers import tracing
 
