@@ -480,10 +480,10 @@ class Sampler(ABC):
         average, and at least `least` seconds; `most` files in all. A warning of the logger "penstock" says which worker
         was the last, and where its time went. The first 20 batches only count for the average.
 
-        Raises `ConfigError` for wrong arguments, or if the folder cannot be made; `SamplerStateError` before
-        `initialize`.
+        Raises `ConfigError` for wrong arguments, or if the folder cannot be made; else as `mark` does.
         """
         run = self._require_run("trace_when_slow")
+        self._guard.check_alive("trace_when_slow")
         env_ranks = [plan.env_ranks for plan in run.plans]
         run.memory.control.watcher = tracing.SlowBatches(folder, factor, least, most, env_ranks)
 
@@ -491,8 +491,8 @@ class Sampler(ABC):
         """A span of the trace: `with sampler.mark("update"): ...`. Marks may be nested, and any thread may make them.
         The first 63 names are kept, each cut to 32 bytes; later ones are shown as "other marks".
 
-        Raises `ConfigError` in the `with` statement if `name` is no text or is empty; `SamplerStateError` before
-        `initialize` and after `shutdown`; after a failure its error.
+        Raises `ConfigError` in the `with` statement if `name` is no printable text; `SamplerStateError` before
+        `initialize`, after `shutdown` and in a fork; after a failure its error.
         """
         control = self._require_run("mark").memory.control
         self._guard.check_alive("mark")

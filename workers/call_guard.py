@@ -78,9 +78,18 @@ class CallGuard(Generic[_State]):
             raise SamplerClosedError(f"{self._close_call} was called during start-up")
 
     def check_alive(self, name: str) -> None:
-        """Raise the error of the call `name` if the owner is closed or broken."""
+        """Raise the error of the call `name` if the owner is closed or broken, or belongs to another process."""
+        self.check_own(name)
         if self.state in (self._broken, self._closed):
             raise self._refusal(name, is_busy=False)
+
+    def check_own(self, name: str) -> None:
+        """Raise `SamplerStateError` if the call `name` comes from a fork of the owner's process."""
+        if self._pid is not None and self._pid != os.getpid():
+            raise SamplerStateError(
+                f"{name} was called in process {os.getpid()}, a fork of process {self._pid}, which owns the "
+                f"{self._noun} and its workers: make a {self._noun} in this process"
+            )
 
     def start(self, owner: object, pool: Any) -> None:
         """Wait until the workers of `pool` are ready. From now on the pool is closed with `owner`, and at exit."""
@@ -169,10 +178,7 @@ class GuardedCall(sigint.deferred):
     def __enter__(self) -> None:
         guard, name = self._guard, self._name
         if guard._pid is not None and guard._pid != os.getpid():
-            raise SamplerStateError(
-                f"{name} was called in process {os.getpid()}, a fork of process {guard._pid}, which owns the "
-                f"{guard._noun} and its workers: make a {guard._noun} in this process"
-            )
+            guard.check_own(name)
         _defer(self)
         is_busy = not guard._lock.acquire(False)
         if not is_busy:

@@ -427,6 +427,7 @@ class ControlBlock:
         #: How often gates were opened; how many workers there are; whether each opening was for all of them.
         self.n_openings, self._n_ranks, self._is_together = 0, 0, True
         self._n_served, self._n_events = itertools.count(), itertools.count()  # several threads may note events
+        self._marks, self._n_marks = dict[bytes, int](), itertools.count()
 
     def __getstate__(self) -> RunMemory:
         return self.memory
@@ -507,6 +508,16 @@ class ControlBlock:
         worker."""
         at = next(self._n_events) % N_EVENTS * _ENTRY.size
         _ENTRY.pack_into(self._events, at, kind, began_ns, time.monotonic_ns(), value)
+
+    def note_mark(self, name: str, began_ns: int) -> None:
+        """Main process: the mark of this name ends. The last of the names stands for all that find no place."""
+        text, last = name.encode()[:32].decode(errors="ignore").encode(), N_NAMES - 1
+        if (index := self._marks.get(text, -1)) < 0:
+            index = min(next(self._n_marks), last)  # not the length of the dict: two threads would get one number
+            self.memory.arrays.names[index] = text if index < last else b"other marks"
+            if index < last:
+                self._marks[text] = index
+        self.note_event(MARKED, began_ns, index)
 
     def command(self, worker_rank: int, number: int) -> Command:
         """The command of opening `number` of this worker's gate."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ def shared_supervisor(preload: Sequence[str]) -> Supervisor:
                 supervisor.add(missing)
                 return supervisor
         _supervisors.append(Supervisor(preload))
+        Finalize(None, _close_supervisors, exitpriority=50)  # after the pools (100), whose workers it would kill
         return _supervisors[-1]
 
 
@@ -193,7 +195,6 @@ def resume_supervisors() -> None:
         supervisor.resume()
 
 
-@atexit.register
 def _close_supervisors() -> None:
     for supervisor in _supervisors:
         supervisor.close()

@@ -415,7 +415,7 @@ class WorkerPool:
     def recorded(self, most_spans: int | None = None) -> list[tracing.Recorded]:
         """What has happened lately, for a trace."""
         about = tracing.describe(self._options.kind, self._options.batch_T, self._plans)
-        arrays = self.control.memory.arrays
+        about["pid"], arrays = self._owner_pid, self.control.memory.arrays  # this process may be a fork
         return [tracing.read(arrays, about, is_over=self._have_ended, most_spans=most_spans)]
 
     def _trace_failure(self) -> None:

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -292,15 +293,15 @@ class _Maker:
 def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: Any = None) -> Path:
     """Write a file for Perfetto, https://ui.perfetto.dev, or chrome://tracing. `profile`: see `Sampler.trace`. Raises
     `ConfigError` if it cannot be written, or `profile` cannot be read."""
-    pids = [one.about["pid"] for one in recorded]
-    path, recorded = (
-        Path(path),
-        [  # processes of several machines, and pools of one process, may have one number
-            replace(one, about={**one.about, "pid": pid + _MOST_PIDS * pids[:i].count(pid)})
-            for i, (one, pid) in enumerate(zip(recorded, pids, strict=True))
-        ],
-    )
-    part, offset = path.with_name(f"{path.name}.{os.getpid()}.part"), time.time_ns() - time.monotonic_ns()
+    path, pids = Path(_path("path", path)), [one.about["pid"] for one in recorded]
+    if not path.name or (os.path.exists(path) and not os.path.isfile(path)):  # it would take the place of a device
+        raise ConfigError(f"the trace cannot be written to {os.fspath(path)!r}, which is no file: give the path of one")
+    recorded = [  # processes of several machines, and pools of one process, may have one number
+        replace(one, about={**one.about, "pid": pid + _MOST_PIDS * pids[:i].count(pid)})
+        for i, (one, pid) in enumerate(zip(recorded, pids, strict=True))
+    ]
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}.part")
+    offset = time.time_ns() - time.monotonic_ns()
     base = min((entry[3] + one.shift for one in recorded for entry in one.spans), default=0) + offset
     theirs, base = ([], base) if profile is None else _of_torch(profile, recorded)
     facts = [one.about for one in recorded]
@@ -322,6 +323,13 @@ def write(path: str | os.PathLike[str], recorded: Sequence[Recorded], profile: A
         with contextlib.suppress(OSError):
             part.unlink()
     return path
+
+
+def _path(name: str, value: Any) -> str:
+    """`value` as a text; raises `ConfigError` naming the argument unless it is a path."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    must_be(name, value, isinstance(text, str) and "\0" not in text, "a path")
+    return str(text)
 
 
 def write_or_warn(path: str, recorded: Callable[[], Sequence[Recorded]], why: str) -> None:
@@ -386,16 +394,14 @@ def _of_torch(profile: Any, recorded: Sequence[Recorded]) -> tuple[list[dict[str
 
 @contextlib.contextmanager
 def mark(control: ControlBlock, name: str) -> Iterator[None]:
-    """See `Sampler.mark`. The last of the names stands for all that find no place."""
-    must_be("name", name, isinstance(name, str) and bool(name), "a text that says what the time is spent on")
-    text, names = name.encode()[:32].decode(errors="ignore").encode(), control.memory.arrays.names
-    index = next((i for i, known in enumerate(names[:-1].tolist()) if known in (text, b"")), c.N_NAMES - 1)
-    names[index] = text if index < c.N_NAMES - 1 else b"other marks"
+    """See `Sampler.mark`."""
+    fits = isinstance(name, str) and name != "" and name.isprintable()
+    must_be("name", name, fits, "a text that says what the time is spent on, in printable characters")
     began = time.monotonic_ns()
     try:
         yield
     finally:
-        control.note_event(c.MARKED, began, index)
+        control.note_mark(name, began)
 
 
 class SlowBatches:
@@ -404,7 +410,7 @@ class SlowBatches:
     def __init__(
         self, folder: str | os.PathLike[str], factor: float, least: float, most: int, env_ranks: Sequence[range]
     ) -> None:
-        self._folder, self._factor = os.fspath(folder), number("factor", factor, 1e9)
+        self._folder, self._factor = _path("folder", folder), number("factor", factor, 1e9)
         must_be("factor", factor, self._factor > 1, "above 1: a batch that takes so many times as long is slow")
         self._least, self._left = number("least", least, 1e9) * 1e9, integer("most", most, 1)
         self._env_ranks, self._n, self._usual = env_ranks, 0, 0.0
@@ -412,6 +418,7 @@ class SlowBatches:
             os.makedirs(self._folder, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"folder={self._folder!r} cannot be made: {error}. Give another one") from error
+        self._folder = os.path.abspath(self._folder)  # the program may change its folder
 
     def __call__(self, k: int, control: ControlBlock, recorded: Callable[[], Sequence[Recorded]]) -> None:
         """The main process has waited for opening k."""

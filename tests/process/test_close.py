@@ -101,6 +101,34 @@ def test_in_del(ending: str, start_method: str) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
+@pytest.mark.parametrize("kind", ["ParallelSampler", "AsyncSampler", "ShmVectorEnv"])
+def test_a_program_that_ends_without_shutdown_closes_its_environments(kind: str, tmp_path: Path) -> None:
+    """As a program does whose environments are its own. Nothing is reported: no worker has failed."""
+    body = """
+        import logging
+        from penstock.vector import ShmVectorEnv
+        logging.basicConfig()
+
+        class Noted(CountingEnv):
+            def close(self):
+                with open(file, "a") as closed:
+                    closed.write("closed\\n")
+                super().close()
+
+        if kind == "ShmVectorEnv":
+            envs = ShmVectorEnv([Noted] * 2, n_workers=2)
+        else:
+            sampler = {"ParallelSampler": ParallelSampler, "AsyncSampler": AsyncSampler}[kind](
+                Noted, batch_T=2, batch_B=2, n_workers=2
+            )
+            sampler.initialize(RandomAgent())
+        open(file, "w").close()  # that of the example environment does not count
+    """
+    with Script(tmp_path, body, new=True, kind=kind, file=str(tmp_path / "closed")) as script:
+        assert script.end() == ("", "")
+    assert (tmp_path / "closed").read_text() == "closed\n" * 2
+
+
 def test_all_environments_hang_in_close() -> None:
     sampler = parallel_sampler(
         [CountingEnv] + [faulty_env(CountingEnv, Fault("hold the gil"), "close")] * 7,

@@ -392,6 +392,17 @@ class Sleeper(CountingEnv):
         return super().step(action)
 
 
+def test_the_folder_of_slow_batches_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with started("serial", 1, Sleeper, batch_T=1, batch_B=1) as sampler:
+        sampler.trace_when_slow("slow", least=0.001, most=1)
+        monkeypatch.chdir("other")
+        for itr in range(40):
+            sampler.obtain_samples(itr)
+    assert len(list((tmp_path / "slow").iterdir())) == 1
+
+
 def test_a_trace_that_cannot_be_written_ends_no_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with started("serial", 1, Sleeper, batch_T=1, batch_B=1) as sampler:
         sampler.trace_when_slow(tmp_path / "slow", least=0.001)
@@ -406,6 +417,7 @@ def test_a_trace_that_cannot_be_written_ends_no_batch(tmp_path: Path, caplog: py
 
 
 def test_misuse_says_what_to_do(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
     new = ParallelSampler(CountingEnv, batch_T=2, batch_B=2)
     for call in (partial(new.trace, tmp_path / "a"), partial(new.trace_when_slow, tmp_path), partial(new.mark, "a")):
         with pytest.raises(SamplerStateError, match=r"was called before initialize: call sampler\.initialize"):
@@ -416,7 +428,12 @@ def test_misuse_says_what_to_do(tmp_path: Path) -> None:
                 lambda: sampler.trace(tmp_path / "none" / "trace.json"),
                 "cannot be written to .* Give a file in a folder",
             ),
-            (lambda: sampler.trace(tmp_path), "cannot be written"),
+            (lambda: sampler.trace(tmp_path), "cannot be written to .*, which is no file"),
+            (lambda: sampler.trace(""), "cannot be written to '.', which is no file"),
+            (lambda: sampler.trace("/"), "which is no file"),
+            (lambda: sampler.trace(pipe), "which is no file"),
+            *((partial(sampler.trace, path), "path must be a path, got") for path in (3, None, b"a", "a\0b")),
+            *((partial(sampler.trace_when_slow, path), "folder must be a path") for path in (3, None, b"a", "a\0b")),
             (lambda: sampler.trace(tmp_path / "a", profile=tmp_path / "b"), "or the file that it has exported, got"),
             (
                 lambda: sampler.trace(tmp_path / "a", profile=3),
@@ -428,7 +445,7 @@ def test_misuse_says_what_to_do(tmp_path: Path) -> None:
             (lambda: sampler.trace_when_slow(tmp_path, most=0), "most must be an integer of at least 1"),
             (lambda: sampler.trace_when_slow("/proc/none/such"), "cannot be made"),
             (lambda: sampler.mark("").__enter__(), "name must be a text"),
-            (lambda: sampler.mark(3).__enter__(), "name must be a text"),
+            *((sampler.mark(name).__enter__, "name must be a text") for name in (3, b"a", "\0", "\n", "\udcff")),
         ):
             with pytest.raises(ConfigError, match=message):
                 call()
@@ -436,7 +453,34 @@ def test_misuse_says_what_to_do(tmp_path: Path) -> None:
             sampler.trace(tmp_path / "a", profile=running)
     with pytest.raises(SamplerClosedError, match="mark was called after shutdown"):
         sampler.mark("late")
-    assert not list(tmp_path.iterdir()), "nothing is left of what has failed"
+    with pytest.raises(SamplerClosedError, match="trace_when_slow was called after shutdown"):
+        sampler.trace_when_slow(tmp_path)
+    assert list(tmp_path.iterdir()) == [pipe], "nothing is left of what has failed"
+    assert pipe.is_fifo(), "and nothing takes its place"
+
+
+@pytest.mark.parametrize("kind", ["serial", "parallel"])
+def test_a_fork_changes_no_trace_and_its_own_has_the_owner_s_number(kind: str, tmp_path: Path) -> None:
+    """A serial sampler is usable in a fork, which has a copy of it."""
+    with started(kind) as sampler:
+        sampler.obtain_samples(0)
+        with sampler.mark("ours"):
+            if not (pid := os.fork()):
+                try:
+                    if kind == "serial":
+                        sampler.mark("the fork's").__enter__()
+                    for call in (sampler.mark, sampler.trace_when_slow) if kind == "parallel" else ():
+                        with pytest.raises(SamplerStateError, match="a fork of process"):
+                            call(os.devnull)
+                    sampler.trace(tmp_path / "fork.json")
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        ours, forks = traced(sampler, tmp_path), TraceFile(tmp_path / "fork.json")
+    assert [s["name"] for s in ours.track("marks") if s["cat"] == "mark"] == ["ours"]
+    assert forks.runs[0]["pid"] == os.getpid()
+    assert ours.track("worker 0")[:2] == forks.track("worker 0")[:2]
 
 
 def test_a_mark_of_a_broken_sampler_raises_its_error() -> None:
