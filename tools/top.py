@@ -36,7 +36,6 @@ SerialSampler has no workers, so it is not shown. See docs/see.md."""
 _NOTHING = "no sampler or vector environment of this user has workers on this machine"
 _IDLE = (Phase.WAITING, Phase.SERVING, Phase.CLOSED)
 _UNREADABLE = ProgressSnapshot(Phase.CLOSED, -1, 0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-_NO_RUN = OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError  # it cannot be read, or not yet
 _SILENT = 5.0  # seconds without progress after which a worker is marked
 _KEPT_SECONDS = 60.0  # how long a run is shown that has ended
 _SCAN_SECONDS, _SCAN_SHARE = 3.0, 0.05  # how often it looks for new runs, and how much of its time that may take
@@ -130,13 +129,19 @@ class Run:
 
     def stack(self, plan: WorkerPlan) -> str:
         """The Python stack of this worker, under a line that names it. Nothing else happens to the worker."""
-        status, inode = self.status(plan), self.what["stacks"][plan.worker_rank]
+        status, inode, text = (
+            self.status(plan),
+            self.what["stacks"][plan.worker_rank],
+            "no stack: it has not started yet",
+        )
         try:
-            files = system.files_of(status.pid, "penstock-stack")
-            file = StackFile(next(os.open(path, os.O_RDONLY) for path in files if os.stat(path).st_ino == inode))
-            text = file.answer_to(lambda: system.ask_stacks(status.pid)) or "it does not answer"
-        except (OSError, StopIteration) as error:
-            text = f"no stack: {error if status.pid else 'it has not started yet'}"
+            files = about.files_of(status.pid if system.OPENS_OTHERS else self.pid, about.STACKS) if status.pid else ()
+            for path in files:
+                if os.stat(path).st_ino == inode:
+                    file = StackFile(os.open(path, os.O_RDONLY))
+                    text = file.answer_to(lambda: system.ask_stacks(status.pid)) or "it does not answer"
+        except (OSError, OverflowError) as error:
+            text = f"no stack: {error}"
         return f"{self.what['kind']} pid {self.pid}, {status}, {status.doing}:\n{text}\n"
 
 
@@ -144,7 +149,7 @@ class Runs:
     """The pools that were found so far: those of these processes, or all of this user."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        self._pids, self._known, self._next_scan = pids, set[tuple[int, int]](), 0.0
+        self._pids, self._known, self._next_scan = pids, set[tuple[object, int]](), 0.0
         self.found: list[Run] = []
         self.refused: list[str] = []  #: why others cannot be read
         for pid in pids:
@@ -159,14 +164,17 @@ class Runs:
     def _find(self, pid: int) -> None:
         """Note the pools of this process that are new."""
         try:
-            for _, path in about.paths([pid]):
-                with suppress(*_NO_RUN):
-                    if (key := (pid, os.stat(path).st_ino)) not in self._known:
+            for path in about.files_of(pid):
+                with suppress(Exception):  # it cannot be read, or not yet
+                    # On a disk, a new file may get the number of a removed one.
+                    if (key := (pid if system.OPENS_OTHERS else path, os.stat(path).st_ino)) not in self._known:
                         self._add(pid, path)
                         self._known.add(key)
+        except ConfigError as error:
+            self.refused += {str(error)} - {*self.refused}
         except PermissionError:
             raise ConfigError(f"process {pid} is another user's: only that user and root see what it does") from None
-        except OSError:
+        except (OSError, OverflowError):
             raise ConfigError(f"there is no process {pid}") from None
 
     def _add(self, pid: int, path: str) -> None:
@@ -215,7 +223,7 @@ def frame(found: Sequence[dict[str, Any]], width: int = _NARROW) -> str:
 
 def run(args: argparse.Namespace, panel: Any = None) -> int:
     """Show what runs, and the workers that this `panel` knows. Returns the exit status."""
-    seconds("interval", args.interval)
+    interval = min(seconds("interval", args.interval), 1e6)
     runs = Runs(args.pid)
     if args.stacks is not None or args.trace:
         runs.look()
@@ -223,24 +231,22 @@ def run(args: argparse.Namespace, panel: Any = None) -> int:
             print("\n".join([_NOTHING, *runs.refused]), file=sys.stderr)
             return 1
         return _trace(runs, args.trace) if args.trace else _stacks(runs, args.stacks)
-    try:
-        with _screen(sys.stdout.isatty() and not (args.once or args.json)) as show:
-            runs.look()
-            time.sleep(min(0.5, args.interval))
-            while True:
-                found = runs.look()
-                if args.json:
-                    more = {} if panel is None else {"workers": panel.stats()}
-                    text = json.dumps({"time": time.time(), "runs": found, "refused": runs.refused, **more})
-                else:
-                    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _NARROW
-                    text = "\n\n".join([*([panel.table()] if panel else []), frame(found, width), *runs.refused])
-                show(text)
-                if args.once or (args.pid and all(run.ended for run in runs.found)):
-                    return int(not found and panel is None)
-                time.sleep(args.interval)
-    except KeyboardInterrupt:
-        return 130
+    has_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    with _screen(has_screen and not (args.once or args.json)) as show:
+        runs.look()
+        time.sleep(min(0.5, interval))
+        while True:
+            found = runs.look()
+            if args.json:
+                more = {} if panel is None else {"workers": panel.stats()}
+                text = json.dumps({"time": time.time(), "runs": found, "refused": runs.refused, **more})
+            else:
+                width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _NARROW
+                text = "\n\n".join([*([panel.table()] if panel else []), frame(found, width), *runs.refused])
+            show(text)
+            if args.once or (args.pid and all(run.ended for run in runs.found)):
+                return int(not found and panel is None)
+            time.sleep(interval)
 
 
 @contextmanager
@@ -253,12 +259,10 @@ def _screen(is_live: bool) -> Iterator[Callable[[str], object]]:
     from rich.text import Text
 
     with Live(auto_refresh=False, vertical_overflow="crop") as live:  # the last text stays
-        yield lambda text: live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+        yield lambda text: live.update(Text(text), refresh=True)
 
 
 def _stacks(runs: Runs, ranks: Sequence[int]) -> int:
-    if not system.OPENS_OTHERS:
-        raise ConfigError("--stacks needs the /proc of Linux: here, py-spy dump --pid PID shows a stack")
     chosen = [(run, plan) for run in runs.found for plan in run.plans if not ranks or plan.worker_rank in ranks]
     if missing := {*ranks} - {plan.worker_rank for _, plan in chosen}:
         raise ConfigError(f"there is no worker {min(missing)}: give PID before --stacks, and ranks of workers after it")
@@ -276,7 +280,7 @@ def _trace(runs: Runs, file: str) -> int:
         facts = {name: run.what[name] for name in names}
         try:
             found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
             raise ConfigError(f"no trace can show what process {run.pid} has left in its memory: {error!r}") from error
     path = tracing.write(file, found)
     print(f"{path} has the last batches of {len(found)} samplers or vector environments: open it in ui.perfetto.dev")

@@ -158,7 +158,7 @@ class WorkerPool:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
         new_gate = partial(Gate, self.control, spin_seconds=self._options.spin_seconds, yields=yields)
         server_gate = new_gate(plans[-1].worker_rank) if plans[-1].server_name else None
-        all_stacks = [StackFile() for _ in plans]
+        all_stacks = [StackFile(self.control.memory.new_stacks(plan.worker_rank)) for plan in plans]
         for stacks in all_stacks:
             self._resources.callback(stacks.file.close)
         from penstock.workers.tracing import describe
