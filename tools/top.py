@@ -9,25 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from penstock import system
 from penstock.arguments import seconds
-from penstock.buffers.descriptors import InheritedFd
 from penstock.errors import ConfigError
 from penstock.workers import about
 from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerStatus
-from penstock.workers.handle import StackFile, status_of
+from penstock.workers.handle import StackFile
 from penstock.workers.plan import WorkerPlan, span
 
 HELP = "show what the workers of running samplers and vector environments do"
@@ -40,6 +37,7 @@ _SILENT = 5.0  # seconds without progress after which a worker is marked
 _KEPT_SECONDS = 60.0  # how long a run is shown that has ended
 _SCAN_SECONDS, _SCAN_SHARE = 3.0, 0.05  # how often it looks for new runs, and how much of its time that may take
 _COLUMNS = ["worker", "     pid", "      envs", "  steps/s", "acting", "stepping", " idle", "restarts", "   MiB"]
+_CLEAR = "\x1b[H\x1b[J"  # the screen of a terminal
 _NARROW, _LEFT_OUT, _MOST_ROWS = 100, (1, 7, 8), 40
 
 
@@ -66,8 +64,7 @@ class Run:
             WorkerPlan(worker_rank=i, columns=range(*envs), env_ranks=range(*envs), cpus=tuple(cpus), server_name=name)
             for i, (name, *envs, cpus) in enumerate(what["plans"])
         ]
-        watch = system.watch_end(pid)
-        self._watch = None if watch is None else InheritedFd(watch)
+        self._process = psutil.Process(pid)
         self.ended: float | None = None  #: when its end was seen
         self._before, self._moves = dict[int, Any](), dict[int, Any]()  # by rank: the last figures, the last move
         self.look()  # what cannot be read raises here
@@ -91,10 +88,10 @@ class Run:
 
     def _has_ended(self, has_workers: bool) -> bool:
         """Whether the process has ended, or has closed this pool."""
-        if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
-            return True
-        is_gone = self._watch is None and status_of(self.pid) in ("", "zombie", "dead")
-        return is_gone or (self.control.quit and not has_workers)
+        with suppress(psutil.Error):
+            runs = self._process.is_running() and self._process.status() not in ("zombie", "dead")
+            return not runs or (self.control.quit and not has_workers)
+        return True
 
     def status(self, plan: WorkerPlan) -> WorkerStatus:
         """What this worker is doing."""
@@ -129,11 +126,7 @@ class Run:
 
     def stack(self, plan: WorkerPlan) -> str:
         """The Python stack of this worker, under a line that names it. Nothing else happens to the worker."""
-        status, inode, text = (
-            self.status(plan),
-            self.what["stacks"][plan.worker_rank],
-            "no stack: it has not started yet",
-        )
+        status, inode, text = self.status(plan), self.what["stacks"][plan.worker_rank], "no stack: it does not run"
         try:
             files = about.files_of(status.pid if system.OPENS_OTHERS else self.pid, about.STACKS) if status.pid else ()
             for path in files:
@@ -231,35 +224,22 @@ def run(args: argparse.Namespace, panel: Any = None) -> int:
             print("\n".join([_NOTHING, *runs.refused]), file=sys.stderr)
             return 1
         return _trace(runs, args.trace) if args.trace else _stacks(runs, args.stacks)
-    has_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    with _screen(has_screen and not (args.once or args.json)) as show:
-        runs.look()
-        time.sleep(min(0.5, interval))
-        while True:
-            found = runs.look()
-            if args.json:
-                more = {} if panel is None else {"workers": panel.stats()}
-                text = json.dumps({"time": time.time(), "runs": found, "refused": runs.refused, **more})
-            else:
-                width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _NARROW
-                text = "\n\n".join([*([panel.table()] if panel else []), frame(found, width), *runs.refused])
-            show(text)
-            if args.once or (args.pid and all(run.ended for run in runs.found)):
-                return int(not found and panel is None)
-            time.sleep(interval)
-
-
-@contextmanager
-def _screen(is_live: bool) -> Iterator[Callable[[str], object]]:
-    """What shows a text; in the place of the one before, if it `is_live`."""
-    if not is_live or find_spec("rich") is None:  # nodes lack extras
-        yield lambda text: print("\x1b[H\x1b[J" * is_live + text, flush=True)
-        return
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False, vertical_overflow="crop") as live:  # the last text stays
-        yield lambda text: live.update(Text(text), refresh=True)
+    is_terminal = sys.stdout.isatty()
+    is_live = is_terminal and os.environ.get("TERM", "dumb") != "dumb" and not (args.once or args.json)
+    runs.look()
+    time.sleep(min(0.5, interval))
+    while True:
+        found = runs.look()
+        if args.json:
+            more = {} if panel is None else {"workers": panel.stats()}
+            text = json.dumps({"time": time.time(), "runs": found, "refused": runs.refused, **more})
+        else:
+            text = frame(found, shutil.get_terminal_size().columns if is_terminal else _NARROW)
+            text = "\n\n".join([*([panel.table()] if panel else []), text, *runs.refused])
+        print(_CLEAR * is_live + text, flush=True)
+        if args.once or (args.pid and all(run.ended for run in runs.found)):
+            return int(not found and panel is None)
+        time.sleep(interval)
 
 
 def _stacks(runs: Runs, ranks: Sequence[int]) -> int:

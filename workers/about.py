@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,12 +85,13 @@ class RunMemory(NamedMemory):
                 return self._descriptor.new(f"{STACKS}{rank}")
         return system.anonymous_file(STACKS)
 
-    def announce(self, described: Mapping[str, Any], plans: Sequence[WorkerPlan], stacks: Sequence[int]) -> None:
-        """Write what this pool is behind the arrays. `described`: see `tracing.describe`; `stacks`: the inodes of the
-        stack files."""
+    def announce(self, kind: str, batch_T: int, plans: Sequence[WorkerPlan], stacks: Sequence[int]) -> None:
+        """Write what this pool is behind the arrays. `stacks`: the inodes of the stack files."""
+        from penstock.workers.tracing import describe
+
         assert self._descriptor is not None
         about = {
-            **described,
+            **describe(kind, batch_T, plans),
             "format": FORMAT,
             "began": time.monotonic(),
             "command": " ".join(" ".join(sys.orig_argv).split())[:1000],  # python -c takes several lines

@@ -161,11 +161,8 @@ class WorkerPool:
         all_stacks = [StackFile(self.control.memory.new_stacks(plan.worker_rank)) for plan in plans]
         for stacks in all_stacks:
             self._resources.callback(stacks.file.close)
-        from penstock.workers.tracing import describe
-
         inodes = [os.fstat(stacks.file.fd).st_ino for stacks in all_stacks]
-        described = describe(self._options.kind, self._options.batch_T, plans)
-        self.control.memory.announce(described, plans, inodes)
+        self.control.memory.announce(self._options.kind, self._options.batch_T, plans, inodes)
         for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now

@@ -133,7 +133,7 @@ class _Maker:
     """Makes the spans and points of one pool."""
 
     def __init__(self, arrays: Any, about: Mapping[str, Any], *, is_over: bool) -> None:
-        described = [worker for worker in about["workers"] if not worker.get("server")]
+        described = about["workers"]
         self.workers = workers = [_Worker(arrays, rank) for rank in range(len(described))]
         found = _stable(arrays.openings).tolist()
         self._openings = {opening[c.NUMBER]: opening for opening in found if opening[c.NUMBER]}

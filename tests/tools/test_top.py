@@ -20,7 +20,6 @@ from penstock.__main__ import main
 from penstock.tools import top
 from penstock.workers import ControlBlock, WorkerPlan, about
 from penstock.workers.control import ARRIVED, BEGUN, HEARTBEAT, PHASE, PID, Phase, T
-from penstock.workers.tracing import describe
 
 from ..children import exit_code_of_fork
 from ..scale import scaled
@@ -32,7 +31,7 @@ PLANS = [WorkerPlan(worker_rank=i, columns=range(2 * i, 2 * i + 2), env_ranks=ra
 def own_run() -> Iterator[ControlBlock]:
     """A pool of this process that has no workers but says that it has."""
     block = ControlBlock(len(PLANS), 4, shared=True)
-    block.memory.announce(describe("Fake", 4, PLANS), PLANS, [0, 0])
+    block.memory.announce("Fake", 4, PLANS, [0, 0])
     for rank in range(len(PLANS)):
         block.memory.arrays.n_results[rank, PID] = os.getpid()
     try:
@@ -148,32 +147,19 @@ def test_a_narrow_terminal_has_fewer_columns_and_many_workers_fewer_rows() -> No
     assert top.frame([]) == "no sampler or vector environment of this user has workers on this machine"
 
 
-@pytest.mark.parametrize(("has_rich", "terminal"), [(True, "xterm"), (False, "xterm"), (True, "dumb")])
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
 def test_the_live_view_ends_with_the_run(
-    has_rich: bool, terminal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if has_rich:
-        pytest.importorskip("rich")
     monkeypatch.setenv("TERM", terminal)
-    monkeypatch.setattr(top, "find_spec", lambda _: has_rich or None)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr(top.Run, "_has_ended", lambda *_: True)
     with own_run():
         assert main(["top", str(os.getpid()), "--interval", "0.01"]) == 0
     shown = capsys.readouterr().out
     assert f"Fake pid {os.getpid()} T=4 B=4  itr 0  has ended" in shown
-    assert has_rich or shown.startswith("\x1b[H\x1b[J")
+    assert shown.startswith("\x1b[H\x1b[J") == (terminal == "xterm")
     assert terminal == "xterm" or "\x1b" not in shown
-
-
-def test_a_terminal_of_40_columns_shows_the_end_of_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "40")
-    with top._screen(is_live=True) as show:
-        show(f"{'word ' * 20} <- NO PROGRESS")
-    assert "NO PROGRESS" in capsys.readouterr().out
 
 
 def test_a_reader_that_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
