@@ -9,25 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from penstock import system
 from penstock.arguments import seconds
-from penstock.buffers.descriptors import InheritedFd
 from penstock.errors import ConfigError
 from penstock.workers import about
 from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerStatus
-from penstock.workers.handle import StackFile, status_of
+from penstock.workers.handle import StackFile
 from penstock.workers.plan import WorkerPlan, span
 
 HELP = "show what the workers of running samplers and vector environments do"
@@ -36,11 +33,11 @@ SerialSampler has no workers, so it is not shown. See docs/see.md."""
 _NOTHING = "no sampler or vector environment of this user has workers on this machine"
 _IDLE = (Phase.WAITING, Phase.SERVING, Phase.CLOSED)
 _UNREADABLE = ProgressSnapshot(Phase.CLOSED, -1, 0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-_NO_RUN = OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError  # it cannot be read, or not yet
 _SILENT = 5.0  # seconds without progress after which a worker is marked
 _KEPT_SECONDS = 60.0  # how long a run is shown that has ended
 _SCAN_SECONDS, _SCAN_SHARE = 3.0, 0.05  # how often it looks for new runs, and how much of its time that may take
 _COLUMNS = ["worker", "     pid", "      envs", "  steps/s", "acting", "stepping", " idle", "restarts", "   MiB"]
+_CLEAR = "\x1b[H\x1b[J"  # the screen of a terminal
 _NARROW, _LEFT_OUT, _MOST_ROWS = 100, (1, 7, 8), 40
 
 
@@ -67,8 +64,7 @@ class Run:
             WorkerPlan(worker_rank=i, columns=range(*envs), env_ranks=range(*envs), cpus=tuple(cpus), server_name=name)
             for i, (name, *envs, cpus) in enumerate(what["plans"])
         ]
-        watch = system.watch_end(pid)
-        self._watch = None if watch is None else InheritedFd(watch)
+        self._process = psutil.Process(pid)
         self.ended: float | None = None  #: when its end was seen
         self._before, self._moves = dict[int, Any](), dict[int, Any]()  # by rank: the last figures, the last move
         self.look()  # what cannot be read raises here
@@ -92,10 +88,10 @@ class Run:
 
     def _has_ended(self, has_workers: bool) -> bool:
         """Whether the process has ended, or has closed this pool."""
-        if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
-            return True
-        is_gone = self._watch is None and status_of(self.pid) in ("", "zombie", "dead")
-        return is_gone or (self.control.quit and not has_workers)
+        with suppress(psutil.Error):
+            runs = self._process.is_running() and self._process.status() not in ("zombie", "dead")
+            return not runs or (self.control.quit and not has_workers)
+        return True
 
     def status(self, plan: WorkerPlan) -> WorkerStatus:
         """What this worker is doing."""
@@ -130,13 +126,15 @@ class Run:
 
     def stack(self, plan: WorkerPlan) -> str:
         """The Python stack of this worker, under a line that names it. Nothing else happens to the worker."""
-        status, inode = self.status(plan), self.what["stacks"][plan.worker_rank]
+        status, inode, text = self.status(plan), self.what["stacks"][plan.worker_rank], "no stack: it does not run"
         try:
-            files = system.files_of(status.pid, "penstock-stack")
-            file = StackFile(next(os.open(path, os.O_RDONLY) for path in files if os.stat(path).st_ino == inode))
-            text = file.answer_to(lambda: system.ask_stacks(status.pid)) or "it does not answer"
-        except (OSError, StopIteration) as error:
-            text = f"no stack: {error if status.pid else 'it has not started yet'}"
+            files = about.files_of(status.pid if system.OPENS_OTHERS else self.pid, about.STACKS) if status.pid else ()
+            for path in files:
+                if os.stat(path).st_ino == inode:
+                    file = StackFile(os.open(path, os.O_RDONLY))
+                    text = file.answer_to(lambda: system.ask_stacks(status.pid)) or "it does not answer"
+        except (OSError, OverflowError) as error:
+            text = f"no stack: {error}"
         return f"{self.what['kind']} pid {self.pid}, {status}, {status.doing}:\n{text}\n"
 
 
@@ -144,7 +142,7 @@ class Runs:
     """The pools that were found so far: those of these processes, or all of this user."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        self._pids, self._known, self._next_scan = pids, set[tuple[int, int]](), 0.0
+        self._pids, self._known, self._next_scan = pids, set[tuple[object, int]](), 0.0
         self.found: list[Run] = []
         self.refused: list[str] = []  #: why others cannot be read
         for pid in pids:
@@ -159,14 +157,17 @@ class Runs:
     def _find(self, pid: int) -> None:
         """Note the pools of this process that are new."""
         try:
-            for _, path in about.paths([pid]):
-                with suppress(*_NO_RUN):
-                    if (key := (pid, os.stat(path).st_ino)) not in self._known:
+            for path in about.files_of(pid):
+                with suppress(Exception):  # it cannot be read, or not yet
+                    # On a disk, a new file may get the number of a removed one.
+                    if (key := (pid if system.OPENS_OTHERS else path, os.stat(path).st_ino)) not in self._known:
                         self._add(pid, path)
                         self._known.add(key)
+        except ConfigError as error:
+            self.refused += {str(error)} - {*self.refused}
         except PermissionError:
             raise ConfigError(f"process {pid} is another user's: only that user and root see what it does") from None
-        except OSError:
+        except (OSError, OverflowError):
             raise ConfigError(f"there is no process {pid}") from None
 
     def _add(self, pid: int, path: str) -> None:
@@ -215,7 +216,7 @@ def frame(found: Sequence[dict[str, Any]], width: int = _NARROW) -> str:
 
 def run(args: argparse.Namespace, panel: Any = None) -> int:
     """Show what runs, and the workers that this `panel` knows. Returns the exit status."""
-    seconds("interval", args.interval)
+    interval = min(seconds("interval", args.interval), 1e6)
     runs = Runs(args.pid)
     if args.stacks is not None or args.trace:
         runs.look()
@@ -223,42 +224,25 @@ def run(args: argparse.Namespace, panel: Any = None) -> int:
             print("\n".join([_NOTHING, *runs.refused]), file=sys.stderr)
             return 1
         return _trace(runs, args.trace) if args.trace else _stacks(runs, args.stacks)
-    try:
-        with _screen(sys.stdout.isatty() and not (args.once or args.json)) as show:
-            runs.look()
-            time.sleep(min(0.5, args.interval))
-            while True:
-                found = runs.look()
-                if args.json:
-                    more = {} if panel is None else {"workers": panel.stats()}
-                    text = json.dumps({"time": time.time(), "runs": found, "refused": runs.refused, **more})
-                else:
-                    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _NARROW
-                    text = "\n\n".join([*([panel.table()] if panel else []), frame(found, width), *runs.refused])
-                show(text)
-                if args.once or (args.pid and all(run.ended for run in runs.found)):
-                    return int(not found and panel is None)
-                time.sleep(args.interval)
-    except KeyboardInterrupt:
-        return 130
-
-
-@contextmanager
-def _screen(is_live: bool) -> Iterator[Callable[[str], object]]:
-    """What shows a text; in the place of the one before, if it `is_live`."""
-    if not is_live or find_spec("rich") is None:  # nodes lack extras
-        yield lambda text: print("\x1b[H\x1b[J" * is_live + text, flush=True)
-        return
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False, vertical_overflow="crop") as live:  # the last text stays
-        yield lambda text: live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+    is_terminal = sys.stdout.isatty()
+    is_live = is_terminal and os.environ.get("TERM", "dumb") != "dumb" and not (args.once or args.json)
+    runs.look()
+    time.sleep(min(0.5, interval))
+    while True:
+        found = runs.look()
+        if args.json:
+            more = {} if panel is None else {"workers": panel.stats()}
+            text = json.dumps({"time": time.time(), "runs": found, "refused": runs.refused, **more})
+        else:
+            text = frame(found, shutil.get_terminal_size().columns if is_terminal else _NARROW)
+            text = "\n\n".join([*([panel.table()] if panel else []), text, *runs.refused])
+        print(_CLEAR * is_live + text, flush=True)
+        if args.once or (args.pid and all(run.ended for run in runs.found)):
+            return int(not found and panel is None)
+        time.sleep(interval)
 
 
 def _stacks(runs: Runs, ranks: Sequence[int]) -> int:
-    if not system.OPENS_OTHERS:
-        raise ConfigError("--stacks needs the /proc of Linux: here, py-spy dump --pid PID shows a stack")
     chosen = [(run, plan) for run in runs.found for plan in run.plans if not ranks or plan.worker_rank in ranks]
     if missing := {*ranks} - {plan.worker_rank for _, plan in chosen}:
         raise ConfigError(f"there is no worker {min(missing)}: give PID before --stacks, and ranks of workers after it")
@@ -276,7 +260,7 @@ def _trace(runs: Runs, file: str) -> int:
         facts = {name: run.what[name] for name in names}
         try:
             found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
             raise ConfigError(f"no trace can show what process {run.pid} has left in its memory: {error!r}") from error
     path = tracing.write(file, found)
     print(f"{path} has the last batches of {len(found)} samplers or vector environments: open it in ui.perfetto.dev")

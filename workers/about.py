@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,11 +27,13 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.workers.claims import Claim
     from penstock.workers.plan import WorkerPlan
 
 FORMAT = 1  #: of the control block: raise it when a word or an array gets another meaning
-_NAME, _KIND = "penstock-run", "run"
-_MOST = 1 << 22  # bytes of JSON
+RUN, STACKS = "penstock-run", "penstock-stack"  #: the names of control blocks, and of files with stacks
+_KIND = "run"
+_MOST, _MOST_ARRAYS = 1 << 22, 1 << 32  # bytes of JSON and of arrays that are read
 _numbers = itertools.count()
 
 
@@ -39,22 +41,30 @@ class _RunFile(InheritedFd):
     """The file of a control block, where a process cannot open what another one has open. A claim says that its process
     lives: a file without one was left behind."""
 
+    _claim: Claim | None = None
+
     def __init__(self) -> None:
         from penstock.workers.claims import Claim, claim, lock_folder
 
-        number = os.getpid() * 10**6 + next(_numbers)
-        own = claim(_KIND, number)  # the first one removes the claims of killed processes
+        number = f"{os.getpid()}{next(_numbers):06}"
+        own = claim(_KIND, int(number))  # the first one removes the claims of killed processes
         if not isinstance(own, Claim):
             raise PermissionError(f"another process has the claim {number}")
-        self._claim, self._path = own, lock_folder(_KIND) / f"{number}.{_KIND}"
-        for path in self._path.parent.glob(f"*.{_KIND}"):
-            if not path.with_suffix(".lock").exists():
-                path.unlink(missing_ok=True)
-        super().__init__(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        self._claim, self._path = own, lock_folder(_KIND) / number
+        for path in self._path.parent.glob("*.penstock-*"):
+            with contextlib.suppress(OSError):
+                if not path.with_suffix(".lock").exists():
+                    path.unlink()
+        super().__init__(self.new(RUN))
+
+    def new(self, name: str) -> int:
+        """The descriptor of a new file beside this one."""
+        return os.open(self._path.with_suffix(f".{name}"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
-        if self._claim.is_active:  # not in a fork
-            self._path.unlink(missing_ok=True)
+        if self._claim is not None and self._claim.is_active:  # not in a fork
+            for path in self._path.parent.glob(f"{self._path.name}.penstock-*"):
+                path.unlink(missing_ok=True)
             self._claim.release()
         super().close()
 
@@ -66,17 +76,25 @@ class RunMemory(NamedMemory):
         if not system.OPENS_OTHERS:
             with contextlib.suppress(OSError, RuntimeError):  # no such folder, or no locks: `top` does not see this run
                 return _RunFile()
-        return InheritedFd(system.anonymous_memory(_NAME))
+        return InheritedFd(system.anonymous_memory(RUN))
 
-    def announce(self, described: Mapping[str, Any], plans: Sequence[WorkerPlan], stacks: Sequence[int]) -> None:
-        """Write what this pool is behind the arrays. `described`: see `tracing.describe`; `stacks`: the inodes of the
-        stack files."""
+    def new_stacks(self, rank: int) -> int:
+        """The descriptor of a new file for the stacks of one worker."""
+        if isinstance(self._descriptor, _RunFile):
+            with contextlib.suppress(OSError):
+                return self._descriptor.new(f"{STACKS}{rank}")
+        return system.anonymous_file(STACKS)
+
+    def announce(self, kind: str, batch_T: int, plans: Sequence[WorkerPlan], stacks: Sequence[int]) -> None:
+        """Write what this pool is behind the arrays. `stacks`: the inodes of the stack files."""
+        from penstock.workers.tracing import describe
+
         assert self._descriptor is not None
         about = {
-            **described,
+            **describe(kind, batch_T, plans),
             "format": FORMAT,
             "began": time.monotonic(),
-            "command": " ".join(sys.orig_argv)[:1000],
+            "command": " ".join(" ".join(sys.orig_argv).split())[:1000],  # python -c takes several lines
             "plans": [(plan.server_name, plan.env_ranks.start, plan.env_ranks.stop, plan.cpus) for plan in plans],
             "stacks": stacks,
             "nbytes": self.nbytes,
@@ -98,20 +116,23 @@ class RunMemory(NamedMemory):
                     f"{about['format']}, and this version reads {FORMAT}: use `penstock top` of that Python"
                 )
             specs = {name: ArraySpec(tuple(of[1]), np.dtype(of[2]), of[0]) for name, of in about["layout"].items()}
-            memory.nbytes, memory._layout, memory._access = about["nbytes"], NamedArrays(specs), mmap.ACCESS_READ
+            memory.nbytes, memory._layout = min(about["nbytes"], _MOST_ARRAYS), NamedArrays(specs)
+            memory._access = mmap.ACCESS_READ
             memory._map(fd)
             return about, memory
         finally:
             os.close(fd)
 
 
-def paths(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """The control blocks that these processes have open, and for each the path at which it can be opened. Raises
-    `OSError` if one of them has ended, or is another user's."""
+def files_of(pid: int, name: str = RUN) -> list[str]:
+    """The paths at which this process can open the files of this name that another one has open. Raises `OSError` if
+    that has ended, or is another user's, and `ConfigError` if the folder of such files is."""
     if system.OPENS_OTHERS:
-        yield from ((pid, path) for pid in pids for path in system.files_of(pid, _NAME))
-    else:
-        from penstock.workers.claims import lock_folder
+        return system.files_of(pid, name)
+    from penstock.workers.claims import lock_folder
 
-        found = ((int(path.stem) // 10**6, str(path)) for path in lock_folder(_KIND).glob(f"*.{_KIND}"))
-        yield from (each for each in found if each[0] in pids)
+    os.kill(pid, 0)  # looks only
+    try:
+        return [str(path) for path in lock_folder(_KIND).glob(f"{pid}??????.{name}*")]
+    except OSError as error:
+        raise ConfigError(f"no run can be seen here: {error}") from error

@@ -155,12 +155,11 @@ class WorkerPool:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
         new_gate = partial(Gate, self.control, spin_seconds=self._options.spin_seconds, yields=yields)
         server_gate = new_gate(plans[-1].worker_rank) if plans[-1].server_name else None
-        all_stacks = [StackFile() for _ in plans]
+        all_stacks = [StackFile(self.control.memory.new_stacks(plan.worker_rank)) for plan in plans]
         for stacks in all_stacks:
             self._resources.callback(stacks.file.close)
         inodes = [os.fstat(stacks.file.fd).st_ino for stacks in all_stacks]
-        described = tracing.describe(self._options.kind, self._options.batch_T, plans)
-        self.control.memory.announce(described, plans, inodes)
+        self.control.memory.announce(self._options.kind, self._options.batch_T, plans, inodes)
         for plan, stacks in zip(plans, all_stacks, strict=True):
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now

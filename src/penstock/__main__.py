@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from penstock.tools import top
 from penstock.tools.by_name import load_named
 from penstock.tools.doctor import advice, describe_machine
 
-_INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
+_INTERRUPTED, _UNREAD = 130, 141  # the exit status of a program that Ctrl-C or SIGPIPE has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,10 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     functions = {"tune": _tune, "worker": _worker, "join": _join, "top": _top, "doctor": _doctor}
     functions |= {"eval": eval_command.run, "check": _check}
     try:
-        return functions.get(args.command, _machine)(args)
+        status = functions.get(args.command, _machine)(args)
+        sys.stdout.flush()
+        return status
     except PenstockError as error:
         print(f"penstock {args.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # its reader has ended, as in `| head -1`
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())  # Python flushes it at the end
+        return _UNREAD
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _machine(args: argparse.Namespace) -> int:

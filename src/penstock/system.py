@@ -343,7 +343,7 @@ def kept_variables() -> set[str]:
 if sys.platform == "linux" and not PORTABLE:
     ASK_STACKS = int(signal.SIGRTMAX) - 3
 else:
-    ASK_STACKS = int(signal.SIGUSR1)
+    ASK_STACKS = int(signal.SIGURG)  # a process without a handler ignores it
 
 #: Lines of a shell that kill each process whose environment variable "$1" is 1. The shell itself has the name alone as
 #: an argument, since `ps` shows arguments too, and it has no `grep` yet when it calls `ps`.
@@ -405,7 +405,7 @@ def files_of(pid: int, name: str) -> list[str]:
     """The paths at which this process can open each `anonymous_file(name)` that another one has open. Raises `OSError`
     if that has ended, or is another user's."""
     folder, found = f"/proc/{pid}/fd", []
-    for fd in os.listdir(folder) if OPENS_OTHERS else ():
+    for fd in os.listdir(folder):
         with contextlib.suppress(OSError):  # it was closed
             if os.readlink(path := f"{folder}/{fd}").startswith(f"/memfd:{name} "):
                 found.append(path)
@@ -414,7 +414,7 @@ def files_of(pid: int, name: str) -> list[str]:
 
 def ask_stacks(pid: int) -> None:
     """Send ASK_STACKS to a process of this user. Raises `OSError` if it has ended, or has no handler: then the signal
-    would kill it. The twin cannot know, and always raises."""
+    would kill it. That of the twin kills nobody."""
     if sys.platform == "linux" and not PORTABLE:
         watch = os.pidfd_open(pid)  # the signal comes to the process whose handlers are read here, or to none
         try:
@@ -426,7 +426,7 @@ def ask_stacks(pid: int) -> None:
         finally:
             os.close(watch)
     else:
-        raise OSError("this system does not say which signals a process handles")
+        os.kill(pid, ASK_STACKS)
 
 
 def rss(pid: int) -> int:

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,20 @@ import pytest
 from penstock import system
 from penstock.__main__ import main
 from penstock.tools import top
-from penstock.workers import ControlBlock, WorkerPlan
+from penstock.workers import ControlBlock, WorkerPlan, about
 from penstock.workers.control import ARRIVED, BEGUN, HEARTBEAT, PHASE, PID, Phase, T
-from penstock.workers.tracing import describe
 
 from ..children import exit_code_of_fork
 from ..scale import scaled
 
 PLANS = [WorkerPlan(worker_rank=i, columns=range(2 * i, 2 * i + 2), env_ranks=range(2 * i, 2 * i + 2)) for i in (0, 1)]
 
-pytestmark = pytest.mark.linux("the files that a process has open, in /proc")
-
 
 @contextmanager
 def own_run() -> Iterator[ControlBlock]:
     """A pool of this process that has no workers but says that it has."""
     block = ControlBlock(len(PLANS), 4, shared=True)
-    block.memory.announce(describe("Fake", 4, PLANS), PLANS, [0, 0])
+    block.memory.announce("Fake", 4, PLANS, [0, 0])
     for rank in range(len(PLANS)):
         block.memory.arrays.n_results[rank, PID] = os.getpid()
     try:
@@ -75,7 +73,9 @@ def test_whatever_is_in_the_memory_is_no_error() -> None:
         '{"format": 1, "layout": {"words": [0, [16], "<i8"]}, "nbytes": 128, "pid": 0}',
         '{"format": 1, "layout": {"words": [0, [16], "O"]}, "nbytes": 128, "pid": 0}',
         '{"format": 1, "layout": {"words": [1000000000, [16], "<i8"]}, "nbytes": 128, "pid": 0}',
+        '{"format": 1, "layout": {"words": [0, [1000000000000], "<i8"]}, "nbytes": 8000000000000, "pid": 0}',
         '{"format": 1, "layout": {}, "nbytes": 1000000000000000000000, "pid": 0}',
+        "[" * 100_000,
     ],
 )
 def test_a_description_that_is_not_whole_is_no_run(text: str) -> None:
@@ -83,9 +83,25 @@ def test_a_description_that_is_not_whole_is_no_run(text: str) -> None:
         written = b"\0" * 100_000 + text.replace('"pid": 0', f'"pid": {os.getpid()}').encode()
         assert block.memory._descriptor is not None
         os.pwrite(block.memory._descriptor.fd, written, block.memory.nbytes)
-        runs = top.Runs([])
-        assert [run.what["kind"] for run in runs.found if run.pid == os.getpid()].count("Fake") == 0
-        runs.look()
+        assert not has_fake()
+
+
+def has_fake() -> bool:
+    runs = top.Runs([])
+    runs.look()
+    return "Fake" in [run.what["kind"] for run in runs.found if run.pid == os.getpid()]
+
+
+def test_arrays_of_terabytes_are_not_read() -> None:
+    """A copy of them would use up the memory."""
+    with own_run() as block:
+        what, nbytes = run_of(block).what, 1 << 41
+        assert has_fake()
+        what["layout"]["records"][1] = [2, 1 << 33, 16]
+        assert block.memory._descriptor is not None
+        os.ftruncate(block.memory._descriptor.fd, nbytes)
+        os.pwrite(block.memory._descriptor.fd, b"\0" + json.dumps({**what, "nbytes": nbytes}).encode(), nbytes)
+        assert not has_fake()
 
 
 def test_rates_shares_and_marks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,20 +147,41 @@ def test_a_narrow_terminal_has_fewer_columns_and_many_workers_fewer_rows() -> No
     assert top.frame([]) == "no sampler or vector environment of this user has workers on this machine"
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
 def test_the_live_view_ends_with_the_run(
-    has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if has_rich:
-        pytest.importorskip("rich")
-    monkeypatch.setattr(top, "find_spec", lambda _: has_rich or None)
+    monkeypatch.setenv("TERM", terminal)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr(top.Run, "_has_ended", lambda *_: True)
     with own_run():
         assert main(["top", str(os.getpid()), "--interval", "0.01"]) == 0
     shown = capsys.readouterr().out
     assert f"Fake pid {os.getpid()} T=4 B=4  itr 0  has ended" in shown
-    assert has_rich or shown.startswith("\x1b[H\x1b[J")
+    assert shown.startswith("\x1b[H\x1b[J") == (terminal == "xterm")
+    assert terminal == "xterm" or "\x1b" not in shown
+
+
+def test_a_reader_that_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        assert main(["top", "--json", "--interval", "0.01"]) == 141
+
+
+@pytest.mark.parametrize("arguments", [[], ["--stacks"], ["--trace", "x.json"], ["--interval", "inf"]])
+def test_ctrl_c_at_any_moment(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: float) -> None:
+        if arguments not in ((0.5,),):  # the second sleep
+            assert all(seconds < threading.TIMEOUT_MAX for seconds in arguments)
+            raise KeyboardInterrupt
+
+    if arguments[:1] in (["--stacks"], ["--trace"]):
+        monkeypatch.setattr(top.Runs, "look", lambda _: interrupt())
+    else:
+        monkeypatch.setattr("time.sleep", interrupt)
+    assert main(["top", *arguments]) == 130
 
 
 def test_a_fork_does_not_remove_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,17 +190,52 @@ def test_a_fork_does_not_remove_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PENSTOCK_RUN_FOLDER", str(folder))
     monkeypatch.setattr(system, "OPENS_OTHERS", False)
     with own_run() as block:
-        assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".run"]
+        assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".penstock-run"]
         assert exit_code_of_fork(block.memory.close) == 0
         assert len([*folder.iterdir()]) == 2
         assert run_of(block).look()["kind"] == "Fake"
     assert [*folder.iterdir()] == []
 
 
+def test_a_folder_that_others_can_open_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run goes on without a name there."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setenv("PENSTOCK_RUN_FOLDER", str(tmp_path / "link"))
+    monkeypatch.setattr(system, "OPENS_OTHERS", False)
+    with own_run():
+        assert main(["top", "--once"]) == 1
+        assert main(["top", str(os.getpid())]) == 2
+    for text in capsys.readouterr():
+        assert f"no run can be seen here: {tmp_path}/link is not a folder that only this user can open" in text
+    assert [*tmp_path.iterdir()] == [tmp_path / "link"]
+
+
+def test_what_else_is_in_the_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a later run is seen whose file has the number of an earlier one on the disk."""
+    folder = tmp_path / "runs"
+    folder.mkdir(mode=0o700)
+    (folder / "0.penstock-run").mkdir()
+    (folder / f"{os.getpid()}999999.penstock-run").symlink_to(folder / "nowhere")
+    monkeypatch.setenv("PENSTOCK_RUN_FOLDER", str(folder))
+    monkeypatch.setattr(system, "OPENS_OTHERS", False)
+    with own_run():
+        runs = top.Runs([os.getpid()])
+        assert [run.what["kind"] for run in runs.found] == ["Fake"]
+        before = os.stat(about.files_of(os.getpid())[0])
+    with own_run():
+        (path,) = about.files_of(os.getpid())
+        stat = os.stat
+        monkeypatch.setattr("os.stat", lambda at, **options: before if at == path else stat(at, **options))
+        runs.look()
+        assert [run.what["kind"] for run in runs.found] == ["Fake"] * 2
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         try:
-            with pytest.raises(OSError, match="has no handler of the signal"):
+            with pytest.raises(OSError, match="has no handler") if system.OPENS_OTHERS else nullcontext():
                 system.ask_stacks(sleeper.pid)
             assert main(["top", str(sleeper.pid)]) == 2
             assert f"process {sleeper.pid} has no sampler or vector environment" in capsys.readouterr().err
@@ -172,6 +244,8 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
             sleeper.kill()
     assert main(["top", str(sleeper.pid)]) == 2
     assert f"there is no process {sleeper.pid}" in capsys.readouterr().err
+    assert main(["top", str(10**30)]) == 2
+    assert f"there is no process {10**30}" in capsys.readouterr().err
     assert main(["top", "--interval", "0"]) == 2
     assert "interval" in capsys.readouterr().err
     assert main(["top", "--join", "nothing.json", "--once"]) == 2
