@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers import pickling
+from penstock.buffers.unpicklable import not_picklable
 from penstock.distributed.messages import describe
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
@@ -76,9 +77,13 @@ class LaunchedProcess:
         *,
         has_joined: bool = False,
     ) -> None:
+        """Raises `ConfigError` if `make` cannot be pickled."""
+        try:
+            work = pickling.dumps(partial(run_worker, make, connection, name, ends_with_panel=not has_joined))
+        except Exception as error:  # pickling calls code of the user's
+            raise not_picklable(f"what makes {name} cannot be pickled for its process", make, error) from error
         self._stacks, self._lock = StackFile(), threading.RLock()
         self._ending: str | None = None
-        work = pickling.dumps(partial(run_worker, make, connection, name, ends_with_panel=not has_joined))
         self._process = start_beside(f"worker {name}", _unpickled, work, self._stacks)
         self.pid = self._process.pid
 

@@ -22,7 +22,7 @@ from penstock import system
 from penstock.arguments import seconds
 from penstock.errors import ConfigError
 from penstock.workers import about
-from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase, ProgressSnapshot
+from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.handle import StackFile
 from penstock.workers.plan import WorkerPlan, span
@@ -31,8 +31,7 @@ HELP = "show what the workers of running samplers and vector environments do"
 _MORE = """Exit status: 0 if all is well; 1 if nothing was found; 2 if the arguments are wrong; 130 after Ctrl-C. A
 SerialSampler has no workers, so it is not shown. See docs/see.md."""
 _NOTHING = "no sampler or vector environment of this user has workers on this machine"
-_IDLE = (Phase.WAITING, Phase.SERVING, Phase.CLOSED)
-_UNREADABLE = ProgressSnapshot(Phase.CLOSED, -1, 0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+_IDLE = (Phase.WAITING, Phase.SERVING, Phase.CLOSED, Phase.UNREADABLE)
 _SILENT = 5.0  # seconds without progress after which a worker is marked
 _KEPT_SECONDS = 60.0  # how long a run is shown that has ended
 _SCAN_SECONDS, _SCAN_SHARE = 3.0, 0.05  # how often it looks for new runs, and how much of its time that may take
@@ -95,11 +94,8 @@ class Run:
 
     def status(self, plan: WorkerPlan) -> WorkerStatus:
         """What this worker is doing."""
-        try:
-            seen = self.control.snapshot(plan.worker_rank)
-        except ValueError:  # a crash has left a phase that does not exist
-            seen = _UNREADABLE
-        return WorkerStatus(plan, max(0, int(self.arrays.n_results[plan.worker_rank, PID])), seen)
+        pid = max(0, int(self.arrays.n_results[plan.worker_rank, PID]))
+        return WorkerStatus(plan, pid, self.control.snapshot(plan.worker_rank))
 
     def _row(self, status: WorkerStatus, now: float, size: int) -> dict[str, Any]:
         plan, rank, seen = status.plan, status.plan.worker_rank, status.progress
@@ -119,7 +115,7 @@ class Run:
         silent = 0.0 if is_idle or self.ended else max(0.0, now - max(seen.heartbeat, self._moves[rank][1]))
         row = {"worker": rank, "name": plan.name, "pid": status.pid, "rss": size, "cpus": plan.cpus}
         row |= {"env_ranks": [plan.env_ranks.start, plan.env_ranks.stop], "restarts": self.control.generation(rank)}
-        row |= {"doing": "unreadable" if seen is _UNREADABLE else status.doing, "silent": silent}
+        row |= {"doing": status.doing, "silent": silent}
         row |= {"steps_per_second": n / passed if passed else 0.0, "version": self.control.version(rank)}
         row |= {"shares": {"acting": busy * acting, "stepping": busy * stepping, "idle": idle}}
         return row | {"progress": {**vars(seen), "phase": seen.phase.name}}

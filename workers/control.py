@@ -45,6 +45,11 @@ class Phase(enum.IntEnum):
     REQUESTING = 12
     SERVING = 13
     RENEWING = 14
+    UNREADABLE = 15
+
+    @classmethod
+    def _missing_(cls, value: object) -> Phase:
+        return cls.UNREADABLE  # a crash of C code may write anything
 
 
 # Plain integers for the loop over time: storing an enum's member takes 50 ns more.

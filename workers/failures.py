@@ -43,6 +43,7 @@ _PHASE_TEXT = {
     Phase.REQUESTING: "waiting for actions",
     Phase.SERVING: "waiting for requests",
     Phase.RENEWING: "building env_rank {rank} again",
+    Phase.UNREADABLE: "doing what cannot be read, since a crash has written into the shared memory",
 }
 #: What some exceptions need to say; by their class.
 _TEXTS = {

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -601,6 +602,18 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path: Path, save_
     assert [each.name for each in tmp_path.iterdir()] == (["trainer.pt"] if save_every == 2 else [])
     if save_every == 2:
         assert torch.load(path, weights_only=True)["version"] == 2
+
+
+@needs_zmq
+def test_what_cannot_be_pickled_for_a_process_is_named() -> None:
+    lock = threading.Lock()
+
+    def make() -> CategoricalPgAgent:
+        with lock:
+            return CategoricalPgAgent(small_model)
+
+    with pytest.raises(ConfigError, match=r"^what makes .*/0 cannot be pickled for its process: .*variable 'lock'"):
+        experiment(agent=make).run(wire="zmq")
 
 
 def test_one_example_environment_of_several_agents_is_built() -> None:

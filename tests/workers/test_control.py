@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import SamplerStateError
 from penstock.workers import control as progress_module
-from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
+from penstock.workers.control import PHASE, Command, ControlBlock, Phase, StopCollecting
+from penstock.workers.failures import WorkerStatus
+from penstock.workers.plan import WorkerPlan
 
 from ..scale import examples
 
@@ -256,3 +258,11 @@ def test_the_counts_of_the_last_eight_openings_can_be_read(counts: list[int], ea
     assert found == counts
     assert block.arrived(1) == earlier + len(counts)
     assert block.have_completed(0, 2)
+
+
+def test_a_phase_that_does_not_exist_can_be_read() -> None:
+    """A crash of C code may write anything. It must not take the place of the worker's error."""
+    block = ControlBlock(1, 4, shared=False)
+    block.memory.arrays.progress[0, PHASE] = 77
+    status = WorkerStatus(WorkerPlan(worker_rank=0, columns=range(2), env_ranks=range(2)), 5, block.snapshot(0))
+    assert status.doing == "doing what cannot be read, since a crash has written into the shared memory"
