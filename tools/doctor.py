@@ -46,7 +46,7 @@ def describe_machine() -> dict[str, str]:
         "packages": ", ".join(map(found, packages)),
         "usable CPUs": f"{len(cpus)} ({', '.join(map(str, cpus))})" if cpus else f"{os.cpu_count()}, without pinning",
         "free memory": f"{free_memory() / 2**20:,.0f} MiB",
-        "open files": f"{soft}, raised if needed up to {hard if 0 < hard < 2**62 else 'any number'} (ulimit -n)",
+        "open files": f"{_limit(soft)}, raised if needed up to {_limit(hard)} (ulimit -n)",
         "start methods": f"{START_METHOD} by default; {', '.join(multiprocessing.get_all_start_methods())}",
         **system.means(),
         "compiled parts": f"not in use ({_why_not_compiled()})" if _why_not_compiled() else "in use",
@@ -97,6 +97,10 @@ def _torch() -> Iterator[str]:
 
     if not torch.cuda.is_available():
         yield "torch finds no GPU. For small models that is no loss: ParallelSampler acts on the CPU."
+
+
+def _limit(number: int) -> str:
+    return str(number) if 0 < number < 2**62 else "any number"
 
 
 def _why_not_compiled() -> str:
