@@ -24,7 +24,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 #: Whether the twins are in use. Below, `sys.platform` stands beside it, since mypy understands that.
@@ -62,17 +62,24 @@ def anonymous_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
+@contextlib.contextmanager
+def _without_handlers() -> Iterator[None]:
+    """Signals wait. Their handlers may raise: the name of a new file would stay."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def anonymous_memory(name: str) -> int:
     """An empty file without a path. `reserve` gives it its size, and then it is mapped: macOS allows no other use."""
     if not PORTABLE:
         return anonymous_file(name)
     shm, path = importlib.import_module("_posixshmem"), f"/{name}-{secrets.token_hex(8)}"
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a handler may raise: the name would stay
-    try:
+    with _without_handlers():
         fd: int = shm.shm_open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         shm.shm_unlink(path)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
@@ -137,8 +144,9 @@ def umask() -> int:
                     return int(line.split()[1], 8)
     # A new file shows it.
     path = os.path.join(tempfile.gettempdir(), f"penstock-{secrets.token_hex(8)}")
-    fd = os.open(path, os.O_CREAT | os.O_EXCL, 0o777)
-    os.unlink(path)
+    with _without_handlers():
+        fd = os.open(path, os.O_CREAT | os.O_EXCL, 0o777)
+        os.unlink(path)
     try:
         return 0o777 & ~os.fstat(fd).st_mode
     finally:

@@ -235,7 +235,7 @@ def test_the_episode_of_a_failure_has_its_options(cls: Any, options: Any, tmp_pa
         with pytest.raises(WorkerError) as caught:
             collect(sampler, 2)
     episode = caught.value.episode
-    assert {path.suffix for path in tmp_path.iterdir()} == {".episode"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".episode", ".json"}  # and a trace
     assert episode.options["level"] >= 1000
     env, action = episode.run()
     with pytest.raises(ValueError, match="too hard"):

@@ -149,7 +149,7 @@ def test_who_is_not_recorded_needs_no_value_and_no_memory() -> None:
     nbytes = {}
     for record in (None, ("main",)):
         players = {"main": Valuing(), "past": Valuing(), "other": zeros if record else Valuing()}
-        with ParallelSampler(partial(Wide, 2), batch_T=16, batch_B=4, n_workers=2) as sampler:
+        with ParallelSampler(partial(Wide, 2), batch_T=64, batch_B=4, n_workers=2) as sampler:
             example = sampler.initialize(players, policy_of=drawn, seed=0, bootstrap_value=True, record=record)
             batch, infos = sampler.obtain_samples(0)
             assert batch.keys() == example.keys() == (record or ("main", "past", "other"))
