@@ -25,6 +25,7 @@ from penstock.workers import about
 from penstock.workers.control import ARRIVED, PID, ControlBlock, Phase
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.handle import StackFile
+from penstock.workers.marking import is_alive
 from penstock.workers.plan import WorkerPlan, span
 
 HELP = "show what the workers of running samplers and vector environments do"
@@ -87,10 +88,7 @@ class Run:
 
     def _has_ended(self, has_workers: bool) -> bool:
         """Whether the process has ended, or has closed this pool."""
-        with suppress(psutil.Error):
-            runs = self._process.is_running() and self._process.status() not in ("zombie", "dead")
-            return not runs or (self.control.quit and not has_workers)
-        return True
+        return not is_alive(self._process) or (self.control.quit and not has_workers)
 
     def status(self, plan: WorkerPlan) -> WorkerStatus:
         """What this worker is doing."""
@@ -254,10 +252,7 @@ def _trace(runs: Runs, file: str) -> int:
     names, found = ("version", "kind", "pid", "batch_T", "batch_B", "workers"), []
     for run in runs.found:
         facts = {name: run.what[name] for name in names}
-        try:
-            found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
-        except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
-            raise ConfigError(f"no trace can show what process {run.pid} has left in its memory: {error!r}") from error
+        found.append(tracing.read(run.arrays, facts, is_over=run.ended is not None))
     path = tracing.write(file, found)
     print(f"{path} has the last batches of {len(found)} samplers or vector environments: open it in ui.perfetto.dev")
     return 0

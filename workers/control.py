@@ -506,7 +506,9 @@ class ControlBlock:
 
     def note_served(self, began_ns: int, ended_ns: int, n_envs: int, version: int) -> None:
         """Inference server: it has acted for `n_envs` environments, or computed values if this is 0."""
-        _ENTRY.pack_into(self._served, next(self._n_served) % N_EVENTS * 32, began_ns, ended_ns, n_envs, version)
+        _ENTRY.pack_into(
+            self._served, next(self._n_served) % N_EVENTS * _ENTRY.size, began_ns, ended_ns, n_envs, version
+        )
 
     def note_event(self, kind: int, began_ns: int, value: int) -> None:
         """Main process: something has ended now; `value` is the version, the index of the mark's name, or the

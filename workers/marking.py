@@ -163,7 +163,7 @@ class MarkedProcess:
 
     def members(self) -> list[int]:
         """The ids of all processes that belong to it."""
-        found = {*system.marked_with(self._mark), *(each.pid for each in self._rest or () if _runs(each))}
+        found = {*system.marked_with(self._mark), *(each.pid for each in self._rest or () if is_alive(each))}
         return sorted(found if self.exit_text() else {*found, self.pid})  # it may have changed its variables
 
     def known(self) -> set[int]:
@@ -178,10 +178,12 @@ class MarkedProcess:
     def kill(self) -> None:
         """Kill all of them at once. Any thread may call this."""
         self._signal_group(signal.SIGKILL)
-        for pid in system.marked_with(self._mark) if os.getpid() == self.owner else ():
+        if os.getpid() != self.owner:
+            return
+        for pid in system.marked_with(self._mark):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for each in (self._rest or ()) if os.getpid() == self.owner else ():
+        for each in self._rest or ():
             with suppress(psutil.Error):  # it sees to it that no other process has the id now
                 each.kill()
 
@@ -217,7 +219,8 @@ def _group(number: int) -> list[psutil.Process]:
     return found
 
 
-def _runs(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether this process exists, and has not ended."""
     with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False

@@ -394,9 +394,7 @@ class _Service:
         self._pids: dict[int, int] = {}  # by descriptor of the control socket
         self._life_lines: dict[int, InheritedFd] = {}  # by process id
         self._spare: list[int] = []  # room for the two descriptors of a request, which would be lost without it
-        self._wake, wake_writer = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(wake_writer, False)
+        self._wake, wake_writer = system.nonblocking_pipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         self._own_fds = [control.fileno(), self._wake, wake_writer]  # workers must not have these

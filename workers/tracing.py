@@ -116,7 +116,8 @@ def read(arrays: Any, about: Mapping[str, Any], *, is_over: bool = False, most_s
     `ConfigError` if what the arrays hold is no run."""
     try:
         return _Maker(arrays, about, is_over, most_spans).made()
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a crash of C code may write anything
+    # A crash of C code may write anything.
+    except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
         raise ConfigError(f"no trace can show what process {about['pid']} has left in its memory: {error!r}") from error
 
 
@@ -166,7 +167,7 @@ class _Maker:
         if number == 1:
             return "start-up"
         if opening is None or not opening[c.KIND]:
-            return f"itr {'?' if opening is None else opening[c.ITR]}" if self._about["batch_T"] else "step"
+            return _NAMES[0].format("?" if opening is None else opening[c.ITR]) if self._about["batch_T"] else "step"
         return _NAMES[opening[c.KIND]].format(opening[c.ITR])
 
     # ---- a worker ----------------------------------------------------------------------------

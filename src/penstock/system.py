@@ -194,10 +194,15 @@ def wake_up() -> tuple[int, int]:
         with contextlib.suppress(AttributeError, OSError):  # a sandbox
             fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             return fd, fd
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    return reader, writer
+    return nonblocking_pipe()
+
+
+def nonblocking_pipe() -> tuple[int, int]:
+    """Reader and writer of a pipe, neither of which ever waits. `os.pipe2` is not on macOS."""
+    ends = os.pipe()
+    for fd in ends:
+        os.set_blocking(fd, False)
+    return ends
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
