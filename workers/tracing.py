@@ -85,6 +85,8 @@ class _Worker:
     """The newest records of one worker: of those that were complete when they were copied."""
 
     def __init__(self, arrays: Any, rank: int, newest: int = N_KEPT) -> None:
+        self.resets: list[Any] = _stable(arrays.resets[rank]).tolist()  # first: each has ended before what follows
+        fence()
         self.row: list[int] = arrays.progress[rank].tolist()
         last = self.row[c.ARRIVED]
         fence()
@@ -175,7 +177,6 @@ class _Maker:
     def _add_worker(self, rank: int) -> None:
         """Its commands, their rows, waits and resets."""
         worker, track, before = self._workers[rank], _WORKERS + rank, None
-        resets = _stable(self._arrays.resets[rank]).tolist()
         restarts = [began for kind, began, _, value in self._events if (kind, value) == (c.RESTARTED, rank)]
         for k, record in worker.records.items():
             self._add_command(rank, k, record, before, restarts)
@@ -186,8 +187,8 @@ class _Maker:
         elif row[c.PHASE] == Phase.WAITING and not self._in_place:
             self._add_wait(rank, row[c.ARRIVED] + 1, row[HEARTBEAT], self._now)
         if row[c.PHASE] == Phase.RESETTING:  # it runs still
-            resets.append((row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now))
-        for env_rank, t, began, ended in resets:
+            worker.resets.append((row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now))
+        for env_rank, t, began, ended in worker.resets:
             if 0 < began <= ended:
                 self._spans.append((track, f"reset env_rank {env_rank}", "reset", began, ended, {"t": t}))
 
@@ -446,12 +447,13 @@ class SlowBatches:
         """Where the worker that was the last has spent the most time."""
         record = arrays.records[rank, k % N_KEPT].tolist()
         text = f": worker {rank} (env_rank {span(self._env_ranks[rank])}) was the last"
-        steps = np.diff(_Worker(arrays, rank).rows(k, record[c.SAW], record[HEARTBEAT]))
+        worker = _Worker(arrays, rank)
+        steps = np.diff(worker.rows(k, record[c.SAW], record[HEARTBEAT]))
         if not len(steps):
             return text
         i = int(steps.argmax())
         text += f", and {('acted', 'stepped')[i % 2]} for {steps[i] / 1e6:.1f} ms at t={i // 2}"
-        for env_rank, _, began, ended in arrays.resets[rank].tolist():
+        for env_rank, _, began, ended in worker.resets:
             if record[c.SAW] <= began and ended <= record[HEARTBEAT] and (ended - began) * 2 > steps[i]:
                 text += f", of which it reset env_rank {env_rank} for {(ended - began) / 1e6:.1f} ms"
         return text

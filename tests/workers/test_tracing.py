@@ -153,6 +153,25 @@ def test_a_reset_that_hangs_at_the_start_is_shown(block: ControlBlock) -> None:
     assert reset[4] > began
 
 
+def test_a_reset_that_ends_while_the_rings_are_read_is_within_its_command(block: ControlBlock, tmp_path: Path) -> None:
+    progress = block.progress(0)
+    work(progress, rows=1)
+
+    class Arrays:
+        """The worker begins and ends a reset as soon as its progress has been read."""
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(block.memory.arrays, name)
+            if name == "progress":
+                found = found.copy()
+                progress.note_long_reset(time.monotonic_ns(), 10**9)
+            return found
+
+    recorded = tracing.read(Arrays(), tracing.describe("Test", T, PLANS))
+    trace = TraceFile(tracing.write(tmp_path / "trace.json", [recorded]))  # which looks whether all is nested
+    assert trace.track("worker 0")
+
+
 def test_the_resets_of_a_replaced_worker_stay(block: ControlBlock) -> None:
     for n in (3, 2):  # of two processes
         progress = block.progress(0)
