@@ -186,8 +186,12 @@ class _Maker:
             self._add_command(rank, row[c.ARRIVED] + 1, row, before, restarts)
         elif row[c.PHASE] == Phase.WAITING and not self._in_place:
             self._add_wait(rank, row[c.ARRIVED] + 1, row[HEARTBEAT], self._now)
-        if row[c.PHASE] == Phase.RESETTING:  # it runs still
-            worker.resets.append((row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], row[HEARTBEAT], self._now))
+        if row[c.PHASE] == Phase.RESETTING:
+            began, saw = row[HEARTBEAT], (worker.running or (0, 0))[1]
+            # It runs still, or has ended since the row was read: then a later time step has begun.
+            stamps = worker.rows(row[c.ARRIVED] + 1, saw, self._now)
+            ended = next((stamp for stamp in stamps if stamp > began), self._now)
+            worker.resets.append((row[c.ENV_RANK] & (1 << c.WHO_BITS) - 1, row[c.T], began, ended))
         for env_rank, t, began, ended in worker.resets:
             if 0 < began <= ended:
                 self._spans.append((track, f"reset env_rank {env_rank}", "reset", began, ended, {"t": t}))

@@ -153,23 +153,32 @@ def test_a_reset_that_hangs_at_the_start_is_shown(block: ControlBlock) -> None:
     assert reset[4] > began
 
 
-def test_a_reset_that_ends_while_the_rings_are_read_is_within_its_command(block: ControlBlock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read_first", ["progress", "timeline"])
+def test_a_reset_that_ends_while_the_rings_are_read_is_within_its_command(
+    block: ControlBlock, read_first: str, tmp_path: Path
+) -> None:
     progress = block.progress(0)
+    work(progress)
     work(progress, rows=1)
+    if read_first == "timeline":
+        progress.enter(Phase.RESETTING)
 
     class Arrays:
-        """The worker begins and ends a reset as soon as its progress has been read."""
+        """The worker goes on meanwhile."""
 
         def __getattr__(self, name: str) -> Any:
             found = getattr(block.memory.arrays, name)
-            if name == "progress":
+            if name == read_first == "progress":  # it begins and ends a reset after its progress was read
                 found = found.copy()
                 progress.note_long_reset(time.monotonic_ns(), 10**9)
+            elif name == read_first == "timeline":  # its reset has ended before its stamps are read
+                progress.begin_acting(1)
             return found
 
     recorded = tracing.read(Arrays(), tracing.describe("Test", T, PLANS))
     trace = TraceFile(tracing.write(tmp_path / "trace.json", [recorded]))  # which looks whether all is nested
-    assert trace.track("worker 0")
+    resets = [span for span in trace.track("worker 0") if span["cat"] == "reset"]
+    assert len(resets) == (read_first == "timeline")
 
 
 def test_the_resets_of_a_replaced_worker_stay(block: ControlBlock) -> None:
